@@ -1,0 +1,37 @@
+"""What fxpipe raises. Every message names what was found, where, and what to do about it."""
+
+
+class FxpipeError(Exception):
+    """Base of everything that fxpipe raises on purpose."""
+
+
+class CaptureError(FxpipeError):
+    """The model could not be traced into one graph; names the module, the line and the construct."""
+
+
+class RegionError(FxpipeError):
+    """Regions could not be found, or the user's `regions=` do not fit the model."""
+
+
+class StageError(FxpipeError):
+    """A region cannot be cut into the number of stages asked for."""
+
+
+class BatchError(FxpipeError):
+    """A batch or a microbatch does not fit what was captured, or cannot be split."""
+
+
+class ScheduleError(FxpipeError):
+    """An unknown schedule, or one that the cut cannot have."""
+
+
+class TableError(FxpipeError):
+    """An operator table breaks a rule; the message names the op, the rank and the rule."""
+
+
+class BackendError(FxpipeError):
+    """The backend is unknown, unavailable, or does not fit the number of ranks."""
+
+
+class RankError(FxpipeError):
+    """A rank failed in the middle of a step; names the rank, the op and the cause."""
