@@ -69,7 +69,8 @@ class Stage:
 
     def __str__(self) -> str:
         where = "owner" if self.rank is None else f"rank {self.rank}"
-        return f"stage {self.name} of {self.region}: {''.join(self.kinds)}, {where}, cost {self.cost:g}"
+        kinds = "".join(self.kinds)
+        return f"stage {self.name} of {self.region}: {kinds}, {where}, cost {self.cost:g}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,9 @@ class Cut:
 def _parse_stage(line: str) -> Stage:
     found = re.fullmatch(r"stage (\S+) of (\S+): ([FBW]+), (owner|rank \d+), cost (\S+)", line)
     if found is None:
-        raise TableError(f"not a stage: {line!r}; expected `stage llm0 of llm: FBW, rank 0, cost 1`")
+        raise TableError(
+            f"not a stage: {line!r}; expected `stage llm0 of llm: FBW, rank 0, cost 1`"
+        )
     name, region, kinds, where, cost = found.groups()
     rank = None if where == "owner" else int(where.split()[1])
     return Stage(name, region, tuple(map(Kind, kinds)), rank, float(cost))
@@ -182,4 +185,6 @@ def _parse_stage(line: str) -> Stage:
 
 def _parse_seam(source: str, target: str, marks: list[str]) -> Seam:
     values = tuple(mark.removesuffix("*") for mark in marks)
-    return Seam(source, target, values, tuple(m.removesuffix("*") for m in marks if m.endswith("*")))
+    return Seam(
+        source, target, values, tuple(m.removesuffix("*") for m in marks if m.endswith("*"))
+    )

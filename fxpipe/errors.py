@@ -6,7 +6,7 @@ class FxpipeError(Exception):
 
 
 class CaptureError(FxpipeError):
-    """The model could not be traced into one graph; names the module, the line and the construct."""
+    """The model could not be traced into one graph; names module, line and construct."""
 
 
 class RegionError(FxpipeError):

@@ -52,7 +52,9 @@ class Op(NamedTuple):
         """The op that prints as `token`. Raises TableError."""
         found = _TOKEN.fullmatch(token)
         if found is None:
-            raise TableError(f"not an op: {token!r}; expected one like llm0.F3, llm0.F3>1, llm0.B3<1")
+            raise TableError(
+                f"not an op: {token!r}; expected one like llm0.F3, llm0.F3>1, llm0.B3<1"
+            )
         stage, kind, mb, way, peer = found.groups()
         number = None if mb is None else int(mb)
         return Op(stage, Kind(kind or "R"), number, way or "", int(peer) if peer else None)
@@ -62,8 +64,8 @@ def inputs(op: Op, cut: Cut) -> Iterator[Op]:
     """The compute ops whose values `op` reads: the one dependency rule.
 
     F reads the forwards at the other ends of its stage's seams; B reads its own F and the B of
-    every stage that returns it a gradient; W reads its B, or what B would have read if there is none.
-    R reads no value of another rank: it waits for its own row (see `verify.reduced_once`).
+    every stage that returns it a gradient; W reads its B, or what B would have read if there is
+    none. R reads no value of another rank: it waits for its own row (see `verify.reduced_once`).
     """
     stage = cut.stage.get(op.stage)
     match op.kind:
@@ -116,7 +118,8 @@ class Table:
     @staticmethod
     def parse(text: str) -> "Table":
         """The table that prints as `text`. Raises TableError."""
-        cut, rows = [], []
+        cut: list[str] = []
+        rows: list[tuple[Op, ...]] = []
         for line in text.splitlines():
             found = re.match(r"\s*rank (\d+):", line)
             if found is None:
