@@ -1,0 +1,1 @@
+"""Benchmarks: each file stands behind a row of benchmarks/README.md."""
