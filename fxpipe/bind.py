@@ -1,0 +1,134 @@
+"""A microbatch checked against a captured graph, and bound to it: sizes, shapes, tensors.
+
+Every rank has the microbatch, or at least its sizes, and evaluates the shape of whatever it will
+receive from them alone: no shape is ever exchanged. Whatever tracing assumed of its example is
+checked here, before anything is sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+from torch import Tensor
+
+from fxpipe.capture import Captured
+from fxpipe.cut import Kind
+from fxpipe.inputs import Leaf, Microbatch, flatten
+
+if TYPE_CHECKING:
+    from fxpipe.joint import StageGraphs
+    from fxpipe.split import Stages
+
+Symbols = Mapping[sympy.Symbol, sympy.Integer]
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def mismatch(captured: Captured, microbatch: Microbatch) -> str | None:
+    """Why a microbatch has not the structure that was captured; None if it has."""
+    tensors, fixed, structure = flatten(microbatch)
+    if structure != captured.structure:
+        found = ", ".join(name for name, _ in [*tensors, *fixed])
+        expected = ", ".join([leaf.name for leaf in captured.leaves] + [n for n, _ in captured.fixed])
+        return f"its arguments are ({found}); the example had ({expected})"
+    for leaf, (name, tensor) in zip(captured.leaves, tensors, strict=True):
+        if tensor.dim() != len(leaf.shape):
+            return f"{name} has {tensor.dim()} dimensions; the example had {len(leaf.shape)}"
+        if tensor.dtype != leaf.dtype:
+            return f"{name} has dtype {tensor.dtype}; the example had {leaf.dtype}"
+    return None
+
+
+def unfit(captured: Captured, microbatch: Microbatch) -> str | None:
+    """Which assumption of this variant a microbatch of the right structure breaks, if any."""
+    tensors, fixed, _ = flatten(microbatch)
+    for (name, wanted), (_, value) in zip(captured.fixed, fixed, strict=True):
+        if type(value) is not type(wanted) or value != wanted:
+            return f"{name} is {value!r}; this graph was traced with {wanted!r}"
+    symbols, sizes = solve(captured.leaves, [tensor for _, tensor in tensors])
+    for leaf, dim, expr, size in sizes:
+        if expr.free_symbols - set(symbols) or int(expr.xreplace(symbols)) != size:
+            return f"dimension {dim} of {leaf.name} is {size}; this graph was traced for {expr}"
+    for symbol, size in symbols.items():
+        low, high = captured.ranges.get(symbol, (sympy.Integer(0), sympy.oo))
+        if not low <= size <= high:
+            return f"a dimension is {size}; this graph was traced for {low} to {high}"
+    for guard in captured.guards:
+        if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
+            return f"the sizes break {guard}, which the model's code assumed"
+    return None
+
+
+def solve(
+    leaves: Sequence[Leaf], tensors: Sequence[Tensor]
+) -> tuple[dict[sympy.Symbol, sympy.Integer], list[tuple[Leaf, int, sympy.Expr, int]]]:
+    """The symbols' values from the tensors' sizes, and every (leaf, dim, expression, size)."""
+    sizes = [
+        (leaf, dim, expr, tensor.shape[dim])
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+        for dim, expr in enumerate(leaf.shape)
+    ]
+    symbols = {
+        expr: sympy.Integer(size) for _, _, expr, size in sizes if isinstance(expr, sympy.Symbol)
+    }
+    for _, _, expr, size in sizes:
+        unknown = expr.xreplace(symbols).free_symbols
+        if len(unknown) == 1:
+            symbol = unknown.pop()
+            answers = sympy.solve(expr.xreplace(symbols) - size, symbol)
+            if len(answers) == 1 and answers[0].is_integer:
+                symbols[symbol] = sympy.Integer(answers[0])
+    return symbols, sizes
+
+
+class Bound:
+    """One microbatch of a step, bound to the variant of the program that it runs.
+
+    index: its number in the step; weight: 0-dim tensor, the factor of its loss.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        variant: int,
+        stages: "Stages",
+        microbatch: Microbatch,
+        weight: Tensor,
+    ) -> None:
+        tensors, _, _ = flatten(microbatch)
+        leaves = stages.captured.leaves
+        self.index = index
+        self.variant = variant
+        self.weight = weight
+        self._stages = stages
+        self._tensors = {leaf.placeholder: t for leaf, (_, t) in zip(leaves, tensors, strict=True)}
+        self.symbols = solve(leaves, [tensor for _, tensor in tensors])[0]
+
+    @cached_property
+    def _sizes(self) -> dict[sympy.Expr, int]:
+        return {}
+
+    def size(self, expr: sympy.Expr) -> int:
+        """A size in numbers."""
+        found = self._sizes.get(expr)
+        if found is None:
+            found = self._sizes[expr] = int(expr.xreplace(self.symbols))
+        return found
+
+    def feed(self, graphs: "StageGraphs") -> tuple[Tensor | int, ...]:
+        """What a stage reads of the microbatch: tensors on its device, then sizes."""
+        tensors = (self._field(name) for name in graphs.fields)
+        return (*tensors, *(self.size(expr) for expr in graphs.sizes))
+
+    def _field(self, placeholder: str) -> Tensor:
+        tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
+        self._tensors[placeholder] = tensor
+        return tensor
+
+    def spec(self, source: str, target: str, kind: Kind) -> tuple[Spec, ...]:
+        """Shapes and dtypes of what crosses a seam: its values (F) or its gradients (B)."""
+        seam = self._stages.seam[source, target]
+        names = seam.values if kind is Kind.F else seam.grads
+        values = (self._stages.values[name] for name in names)
+        return tuple((tuple(map(self.size, value.shape)), value.dtype) for value in values)

@@ -1,0 +1,243 @@
+"""The whole model's forward, with its loss, as one ATen FX graph with symbolic shapes.
+
+    capture(model, microbatch) -> Captured
+
+torch.export traces the model once; sizes that may differ between microbatches stay symbols.
+Parameters keep the model's own names, and every node keeps the path of the module that made it.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from fxpipe.errors import CaptureError
+from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
+from fxpipe.passes.functionalise import functionalise
+from fxpipe.passes.inline_no_grad import inline_no_grad
+from fxpipe.passes.loss_terms import loss_terms
+from fxpipe.torch_internals import expression, fake_mode, guards, watching_autograd_functions
+
+LossFn = Callable[[Any], Tensor]
+PREFIX = "model."
+_ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One variant of the model: its graph, and what the graph assumes of a microbatch.
+
+    graph: placeholders are `state` then `leaves`; its outputs are the additive terms of the loss
+    state: placeholder -> the model's own name of the parameter, buffer or constant
+    constants: tensors that the model's code made while it was traced, by the name in `state`
+    leaves: the tensors of a microbatch; fixed: its other values, which must repeat
+    guards: conditions on the symbols, each a sympy expression; ranges: least and greatest size
+    trained: names of the parameters with `requires_grad`
+    """
+
+    graph: fx.GraphModule
+    state: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    leaves: tuple[Leaf, ...]
+    structure: Any
+    fixed: tuple[tuple[str, object], ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
+    trained: frozenset[str]
+
+    @property
+    def terms(self) -> tuple[fx.Node, ...]:
+        """The nodes of the loss terms."""
+        found: tuple[fx.Node, ...] = self.graph.graph.output_node().args[0]  # type: ignore[assignment]
+        return found
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{leaf.name}{list(leaf.shape)}" for leaf in self.leaves)
+        return (
+            f"captured {len(self.graph.graph.nodes)} nodes; {sizes}; {len(self.terms)} loss terms"
+        )
+
+
+def capture(model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None = None) -> Captured:
+    """Trace `model` on one microbatch (a dict of keyword arguments, or a tuple).
+
+    The model returns a scalar loss, an object with `.loss`, or anything that `loss_fn` turns into
+    a scalar. Raises CaptureError naming the module, the source line and the construct.
+    """
+    tensors, fixed, structure = flatten(microbatch)
+    whole = _WithLoss(model, structure, fixed, loss_fn)
+    applied: list[str] = []
+    with watching_autograd_functions(applied):
+        exported = _export(whole, [tensor for _, tensor in tensors])
+    if applied:
+        raise CaptureError(
+            f"custom autograd function {applied[0]}: tracing loses its backward, and gradients "
+            "would be wrong. Write it with torch.library.custom_op and register_autograd instead"
+        )
+    return _captured(model, exported, [name for name, _ in tensors], fixed, structure)
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss, as a function of the microbatch's tensors alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Any,
+        fixed: tuple[tuple[str, object], ...],
+        loss_fn: LossFn | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.rebuild = (structure, fixed)
+        self.loss_fn = loss_fn
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        args, kwargs = rebuild(tensors, *self.rebuild)
+        return pick_loss(self.model(*args, **kwargs), self.loss_fn)
+
+
+def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
+    """The scalar loss in what a model returned. Raises CaptureError when there is none."""
+    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
+            f"(found {type(loss).__name__}); pass the labels, or loss_fn=lambda outputs: ..."
+        )
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
+            "or in loss_fn, for example with .mean()"
+        )
+    return loss
+
+
+def _export(whole: _WithLoss, tensors: Sequence[Tensor]) -> ExportedProgram:
+    """Export with as many symbolic dimensions as the model allows."""
+    failures: list[Exception] = []
+    for policy in (_all_dims, _integer_dims, _first_dims, _no_dims):
+        shapes = (tuple(policy(tensor) for tensor in tensors),)
+        try:
+            return torch.export.export(whole, tuple(tensors), dynamic_shapes=shapes, strict=False)
+        except CaptureError:
+            raise
+        except Exception as error:
+            failures.append(error)
+    raise CaptureError(_explain(whole.model, failures[-1])) from failures[-1]
+
+
+def _all_dims(tensor: Tensor) -> dict[int, Any]:
+    return {dim: Dim.AUTO for dim in range(tensor.dim())}
+
+
+def _integer_dims(tensor: Tensor) -> dict[int, Any]:
+    return _first_dims(tensor) if tensor.is_floating_point() else _all_dims(tensor)
+
+
+def _first_dims(tensor: Tensor) -> dict[int, Any]:
+    return {0: Dim.AUTO} if tensor.dim() else {}
+
+
+def _no_dims(tensor: Tensor) -> dict[int, Any]:
+    return {}
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    """Where in the model tracing stopped, and what to change."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where = "the model"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if id(owner) in names:
+            module = names[id(owner)] or "(the model itself)"
+            code = frame.f_code
+            where = f"module {module} ({type(owner).__name__}), {code.co_filename}:{line}"
+    cause = " ".join(str(error).split())[:300]
+    return (
+        f"cannot trace {where}: {type(error).__name__}: {cause}. Python control flow on tensor "
+        "values (if x.sum() > 0, .item(), .tolist(), loops over tensors) cannot be part of a "
+        "graph: use torch.where or tensor operations there, or move it out of forward"
+    )
+
+
+def _captured(
+    model: nn.Module,
+    exported: ExportedProgram,
+    names: Sequence[str],
+    fixed: tuple[tuple[str, object], ...],
+    structure: Any,
+) -> Captured:
+    specs = exported.graph_signature.input_specs
+    module = functionalise(inline_no_grad(exported.graph_module))
+    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    canonical = _canonical_names(model)
+    state, constants = {}, {}
+    for node, spec in zip(holders, specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            own = str(spec.target).removeprefix(PREFIX)
+            state[node.name] = canonical.get(own, own)
+            if own not in canonical:
+                constants[own] = exported.constants[str(spec.target)]
+    inputs = [node for node in holders if node.name not in state]
+    leaves = tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True))
+    module = loss_terms(_tidy(module, state))
+    _refuse_updated_buffers(module, state)
+    ranges = {s: (r.lower, r.upper) for s, r in exported.range_constraints.items()}
+    mode = fake_mode([node.meta["val"] for node in holders])
+    trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    return Captured(
+        module, state, constants, leaves, structure, fixed, tuple(guards(mode)), ranges, trained
+    )
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    tensors: Iterator[tuple[str, Tensor]] = iter(
+        [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    )
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _leaf(name: str, node: fx.Node) -> Leaf:
+    value = node.meta["val"]
+    shape = tuple(expression(size) for size in value.shape)
+    return Leaf(name, node.name, shape, value.dtype)
+
+
+def _tidy(module: fx.GraphModule, state: Mapping[str, str]) -> fx.GraphModule:
+    """Without asserts on metadata, and with one placeholder for each state tensor."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is _ASSERT_METADATA:
+            graph.erase_node(node)
+        elif node.op == "placeholder" and node.name in state:
+            node.replace_all_uses_with(first.setdefault(state[node.name], node))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(module, graph)
+
+
+def _refuse_updated_buffers(module: fx.GraphModule, state: Mapping[str, str]) -> None:
+    """Running statistics would depend on the order and the place of microbatches."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+            running = node.args[3]
+            if isinstance(running, fx.Node):
+                raise CaptureError(
+                    f"buffer {state[running.name]}: batch normalisation in training mode updates it "
+                    "in every microbatch. Call .eval() on that module, or use "
+                    "track_running_stats=False, GroupNorm or LayerNorm"
+                )

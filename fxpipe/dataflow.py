@@ -1,0 +1,184 @@
+"""Facts about the nodes of a captured graph: origin, tensor inputs, leaves, work.
+
+Sizes flow through a graph beside tensors; they are recomputed on every rank, so they are no
+dataflow here: only edges that carry tensors count.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe.torch_internals import expression
+
+aten = torch.ops.aten
+UNKNOWN_SIZE = 64
+
+
+def path(node: fx.Node) -> str:
+    """The dotted path of the innermost module that made a node; `` for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return _own_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def _own_path(recorded: object) -> str:
+    """A recorded path as the model names it: repeated calls bear a suffix, free nodes a mark."""
+    plain = str(recorded).split("@")[0]
+    return "" if plain.startswith("_") else plain.removeprefix("model").removeprefix(".")
+
+
+def module_class(node: fx.Node, prefix: str) -> str:
+    """The class of the module at `prefix` around a node."""
+    for found, kind in (node.meta.get("nn_module_stack") or {}).values():
+        if _own_path(found) == prefix:
+            return kind if isinstance(kind, str) else kind.__qualname__
+    return ""
+
+
+def carries_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor, or a tuple of them, and no size."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value)
+    )
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number that follows from the microbatch's sizes alone.
+
+    `_local_scalar_dense` and the sizes of data-dependent results are numbers too, but only the
+    rank that runs their tensors knows them.
+    """
+    cached: bool | None = node.meta.get("is_size")
+    if cached is None:
+        cached = node.meta["is_size"] = _is_size(node)
+    return cached
+
+
+def _is_size(node: fx.Node) -> bool:
+    if node.op != "call_function" or carries_tensor(node):
+        return False
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        unbacked = free_unbacked_symbols(value)
+        return not unbacked and all(
+            carries_tensor(source) or is_size(source) for source in node.all_input_nodes
+        )
+    return isinstance(value, int) and all(map(is_size, node.all_input_nodes))
+
+
+def data_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node reads, sizes left out."""
+    return [source for source in node.all_input_nodes if not is_size(source)]
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute something beside sizes, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and not is_size(node)]
+
+
+def spread(graph: fx.Graph, own: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For every node the bits of itself and of all that it is computed from."""
+    bits: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        mine = own.get(node, 0)
+        for source in data_inputs(node):
+            mine |= bits[source]
+        bits[node] = mine
+    return bits
+
+
+def behind(starts: Iterable[fx.Node], barrier: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Everything that `starts` are computed from, without passing through a barrier node."""
+    seen: set[fx.Node] = set()
+    stack = [source for start in starts for source in data_inputs(start)]
+    while stack:
+        node = stack.pop()
+        if node not in seen and not barrier(node):
+            seen.add(node)
+            stack.extend(data_inputs(node))
+    return seen
+
+
+def ahead(starts: Iterable[fx.Node], barrier: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Everything that is computed from `starts`, without passing through a barrier node."""
+    seen: set[fx.Node] = set()
+    stack = [user for start in starts for user in start.users]
+    while stack:
+        node = stack.pop()
+        if node not in seen and not barrier(node):
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from the random generator."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> tuple[int, ...]:
+    """A traced tensor's shape for one microbatch; sizes that depend on data count as 64."""
+    shape = []
+    for size in value.shape:
+        number = expression(size).xreplace(symbols)
+        shape.append(int(number) if number.is_number else UNKNOWN_SIZE)
+    return tuple(shape)
+
+
+def work(node: fx.Node, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> float:
+    """Floating-point operations of a node's forward for one microbatch."""
+    value = node.meta.get("val")
+    outputs = [v for v in (value if isinstance(value, (tuple, list)) else [value])]
+    tensors = [v for v in outputs if isinstance(v, Tensor)]
+    if node.target is operator.getitem or not tensors:
+        return 0.0
+    made = math.prod(size_in_numbers(tensors[0], symbols))
+    operands = [
+        size_in_numbers(arg.meta["val"], symbols)
+        for arg in node.args
+        if isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor)
+    ]
+    rule = _WORK.get(getattr(node.target, "overloadpacket", None))
+    return float(rule(made, operands)) if rule and len(operands) > 1 else float(made)
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _contract(made: int, shapes: Shapes) -> float:
+    """A matrix product: the last dimension of the left operand is summed over."""
+    return 2.0 * made * (shapes[0][-1] if shapes[0] else 1)
+
+
+def _addmm(made: int, shapes: Shapes) -> float:
+    return _contract(made, shapes[1:])
+
+
+def _convolution(made: int, shapes: Shapes) -> float:
+    return 2.0 * made * math.prod(shapes[1][1:])
+
+
+def _attention(made: int, shapes: Shapes) -> float:
+    return 4.0 * made * shapes[1][-2]
+
+
+_WORK: Mapping[Any, Callable[[int, Shapes], float]] = {
+    aten.linear: _contract,
+    aten.matmul: _contract,
+    aten.mm: _contract,
+    aten.bmm: _contract,
+    aten.addmm: _addmm,
+    aten.baddbmm: _addmm,
+    aten.conv1d: _convolution,
+    aten.conv2d: _convolution,
+    aten.conv3d: _convolution,
+    aten.convolution: _convolution,
+    aten.scaled_dot_product_attention: _attention,
+}

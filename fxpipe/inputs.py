@@ -1,0 +1,112 @@
+"""Microbatches: what a model is called with, taken apart into tensors and other values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from fxpipe.errors import BatchError
+from fxpipe.torch_internals import flatten_named, map_leaves, unflatten
+
+Microbatch = Mapping[str, Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of the microbatch: its name for people, its placeholder, its symbolic shape."""
+
+    name: str
+    placeholder: str
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+
+def flatten(
+    microbatch: Microbatch,
+) -> tuple[list[tuple[str, Tensor]], tuple[tuple[str, object], ...], Any]:
+    """(named tensors, named other values, structure) of a dict of arguments or a tuple."""
+    if isinstance(microbatch, Mapping):
+        call: tuple[Any, Any] = ((), dict(microbatch))
+    elif isinstance(microbatch, tuple):
+        call = (microbatch, {})
+    else:
+        raise BatchError(
+            f"a microbatch is a dict of keyword arguments or a tuple, not "
+            f"{type(microbatch).__name__}; wrap it, for example {{'x': x}}"
+        )
+    named, structure = flatten_named(call)
+    names = [(_name(path), value) for path, value in named]
+    tensors = [(name, value) for name, value in names if isinstance(value, Tensor)]
+    fixed = tuple((name, value) for name, value in names if not isinstance(value, Tensor))
+    return tensors, fixed, (structure, tuple(isinstance(v, Tensor) for _, v in names))
+
+
+def rebuild(
+    tensors: Sequence[Tensor], structure: Any, fixed: tuple[tuple[str, object], ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that `flatten` took apart."""
+    tree, is_tensor = structure
+    moving, constant = iter(tensors), iter(value for _, value in fixed)
+    leaves = [next(moving) if tensor else next(constant) for tensor in is_tensor]
+    args, kwargs = unflatten(leaves, tree)
+    return args, kwargs
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """`input_ids`, `images[0]`, `argument 0`."""
+    first, *rest = path[1:]
+    key = getattr(first, "key", None)
+    head = key if key is not None else f"argument {first.idx}"
+    return f"{head}{''.join(str(step) for step in rest)}"
+
+
+def split_batch(batch: Any, microbatches: int | None) -> list[Microbatch]:
+    """A list of microbatches as it is, or one dict cut along dim 0.
+
+    Only a dict in which every tensor has the same size along dim 0 is cut, and only into equal
+    parts: a patch stream, whose first dimension is not the batch, is never sliced silently.
+    """
+    if isinstance(batch, list) and batch:
+        return batch
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"step() takes a list of microbatches or one dict; found {type(batch).__name__}"
+            f"{' with no microbatch in it' if isinstance(batch, list) else ''}"
+        )
+    if microbatches is None:
+        raise BatchError(
+            "step() got one dict and does not know how many microbatches to cut it into: pass a "
+            "list of microbatches, or microbatches=N to fxpipe.compile"
+        )
+    return _cut(dict(batch), microbatches)
+
+
+def _cut(batch: dict[str, Any], count: int) -> list[Microbatch]:
+    tensors, _, _ = flatten(batch)
+    sizes = {name: tensor.shape[0] if tensor.dim() else None for name, tensor in tensors}
+    distinct = set(sizes.values())
+    if len(distinct) != 1 or None in distinct:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise BatchError(
+            f"the batch cannot be cut along dim 0: the sizes there differ ({found}), so a tensor's "
+            "first dimension is not the batch. Pass a list of microbatches instead"
+        )
+    (size,) = distinct
+    assert size is not None
+    if size % count:
+        raise BatchError(
+            f"{size} samples cannot be cut into {count} equal microbatches; pass a list instead"
+        )
+    step = size // count
+
+    def part(index: int) -> Microbatch:
+        window = slice(index * step, (index + 1) * step)
+        cut: Microbatch = map_leaves(
+            lambda value: value[window] if isinstance(value, Tensor) else value, batch
+        )
+        return cut
+
+    return [part(index) for index in range(count)]

@@ -1,0 +1,83 @@
+"""The torch names in use that are not public API, each behind one function.
+
+Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch.autograd.function import Function
+from torch.utils import _pytree as pytree
+
+
+def fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
+    """The fake-tensor mode that made these values, whose shape environment owns their symbols."""
+    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+
+
+def guards(mode: AbstractContextManager[Any]) -> list[sympy.Basic]:
+    """What tracing has assumed of the symbols so far, as expressions that must be true."""
+    env = getattr(mode, "shape_env", None)
+    return [] if env is None else [guard.expr for guard in env.guards]
+
+
+@contextmanager
+def guarding(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Record new guards inside this context; torch.export leaves the environment frozen."""
+    env = getattr(mode, "shape_env", None)
+    frozen = env is not None and env.frozen
+    if env is not None:
+        env.frozen = False
+    try:
+        yield
+    finally:
+        if env is not None:
+            env.frozen = frozen
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression of the input's symbols."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(size)
+
+
+@contextmanager
+def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
+    """Note every custom autograd.Function that is applied inside this context.
+
+    torch.export records the forward of such a function and loses its backward, so a graph that
+    contains one may have the right loss and the wrong gradients.
+    """
+    original = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        caller = traceback.extract_stack(limit=2)[0]
+        seen.append(f"{cls.__qualname__} ({caller.filename}:{caller.lineno})")
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original
+
+
+def flatten_named(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """The leaves of nested dicts, lists, tuples and dataclasses with their key paths, and a spec."""
+    named, spec = pytree.tree_flatten_with_path(value)
+    return named, spec
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """What `flatten_named` took apart."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` applied to every leaf."""
+    return pytree.tree_map(function, value)

@@ -1,0 +1,55 @@
+"""`with torch.no_grad():` blocks become plain nodes whose results are detached.
+
+before  out = wrap_with_set_grad_enabled(False, submod, x)        after  y = linear(x, w)
+        y = out[0]                                                       y_detached = detach(y)
+
+A later pass may then put the two sides of such a block into different stages.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+WRAPPER = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def inline_no_grad(module: fx.GraphModule) -> fx.GraphModule:
+    """The same computation without wrapper nodes; nested blocks are inlined too."""
+    if not any(node.target is WRAPPER for node in module.graph.nodes):
+        return module
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.target is WRAPPER:
+            env[node] = _inline(module, node, graph, env)
+        elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.eliminate_dead_code()
+    return inline_no_grad(fx.GraphModule(module, graph))
+
+
+def _inline(
+    module: fx.GraphModule, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]
+) -> tuple[Any, ...]:
+    enabled, body, *operands = node.args
+    inner = getattr(module, body.target)
+    names = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    local = {name: env[operand] for name, operand in zip(names, operands, strict=True)}
+    outputs = graph.graph_copy(inner.graph, local)
+    for attribute in (n for n in inner.graph.nodes if n.op == "get_attr"):
+        setattr(module, attribute.target, getattr(inner, attribute.target))
+    made = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return tuple(value if enabled else _detached(graph, value) for value in made)
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    meta = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(meta, torch.Tensor) or not meta.is_floating_point():
+        return value
+    result = graph.call_function(torch.ops.aten.detach.default, (value,))
+    result.meta = dict(value.meta)
+    return result

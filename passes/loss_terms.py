@@ -1,0 +1,66 @@
+"""The scalar loss is split into the terms that it is a sum of.
+
+before  return (add(text, mul(image, 0.5)),)        after  return (text, mul(image, 0.5))
+
+Each term then starts its own backward in the stage where it is made: no stage waits for the
+value of another one's loss. The gradient of a sum is the same for each of its terms.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with one output per additive term; a loss that is no sum stays one term."""
+    graph = fx.Graph()
+    (loss,) = graph.graph_copy(module.graph, {})
+    graph.output(tuple(_terms(graph, loss)))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _terms(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    match node.target, node.args:
+        case (aten.add.Tensor, (fx.Node() as a, fx.Node() as b)) if _additive(node, a, b):
+            return [*_terms(graph, a), *_terms(graph, b)]
+        case (aten.mul.Tensor, (fx.Node() as a, int() | float() as c)) if _additive(node, a):
+            return _scaled(graph, node, a, lambda term: (term, c))
+        case (aten.mul.Tensor, (int() | float() as c, fx.Node() as a)) if _additive(node, a):
+            return _scaled(graph, node, a, lambda term: (c, term))
+        case (aten.div.Tensor, (fx.Node() as a, int() | float() as c)) if _additive(node, a):
+            return _scaled(graph, node, a, lambda term: (term, c))
+    return [node]
+
+
+def _additive(node: fx.Node, *operands: fx.Node) -> bool:
+    """Whether splitting changes no dtype and no shape (a scalar plus a scalar)."""
+    if node.kwargs:
+        return False
+    whole = node.meta["val"]
+    values = [operand.meta["val"] for operand in operands]
+    return all(
+        isinstance(v, torch.Tensor) and v.dtype == whole.dtype and v.dim() == 0 for v in values
+    )
+
+
+def _scaled(
+    graph: fx.Graph,
+    node: fx.Node,
+    inner: fx.Node,
+    args: Callable[[fx.Node], tuple[fx.Node | float, ...]],
+) -> list[fx.Node]:
+    terms = _terms(graph, inner)
+    if len(terms) == 1:
+        return [node]
+    scaled = []
+    for term in terms:
+        with graph.inserting_after(node):
+            copy = graph.call_function(node.target, args(term))
+        copy.meta = dict(node.meta)
+        scaled.append(copy)
+    return scaled

@@ -1,0 +1,250 @@
+"""Seeds of the regions: the nodes whose region is known before anything flows from them.
+
+The backbone is the chain of repeated blocks with the most work among those that read the token
+embeddings; other chains before it are encoders, chains after it with a loss of their own are
+generators. A user's `regions=` replaces all of this by the names of modules.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import sympy
+from torch import fx
+
+from fxpipe.capture import Captured
+from fxpipe.cut import Role
+from fxpipe.dataflow import ahead, aten, behind, calls, path, spread, data_inputs, work
+from fxpipe.errors import RegionError
+from fxpipe.passes.chains import Chain, find_chains
+
+BACKBONE = "llm"
+MODALITIES = {
+    "vision": ("vision", "visual", "image", "pixel", "vit", "img"),
+    "audio": ("audio", "speech", "mel", "sound", "input_features"),
+    "video": ("video",),
+}
+
+
+@dataclass
+class Seeds:
+    """What is known before colours flow: nodes that belong to a region by themselves."""
+
+    roles: dict[str, Role]
+    forced: dict[fx.Node, str]
+    blocks: tuple[tuple[fx.Node, ...], ...]
+    why: dict[fx.Node, str] = field(default_factory=dict)
+
+
+class Facts:
+    """The graph and what every step of the search asks of it."""
+
+    def __init__(self, captured: Captured, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> None:
+        self.captured = captured
+        self.graph = captured.graph.graph
+        self.symbols = symbols
+        self.chains = find_chains(self.graph)
+        leaves = {leaf.placeholder: 1 << i for i, leaf in enumerate(captured.leaves)}
+        self.leaves = spread(
+            self.graph, {n: leaves[n.name] for n in self.graph.nodes if n.name in leaves}
+        )
+        kinds = [leaf.dtype.is_floating_point for leaf in captured.leaves]
+        self.float_leaves = sum(1 << i for i, floating in enumerate(kinds) if floating)
+        self.integer_leaves = sum(1 << i for i, floating in enumerate(kinds) if not floating)
+
+    def work(self, nodes: Sequence[fx.Node]) -> float:
+        return sum(work(node, self.symbols) for node in nodes)
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        name = self.captured.state.get(node.name)
+        return name is not None and name in self.parameters
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Trained and frozen parameters: state that is neither buffer nor constant."""
+        names = self.captured.state
+        return frozenset(own for holder, own in names.items() if holder.startswith("p_"))
+
+    def is_token_embedding(self, node: fx.Node) -> bool:
+        if node.target is not aten.embedding.default:
+            return False
+        index = node.args[1]
+        assert isinstance(index, fx.Node)
+        return bool(self.leaves[index] & self.integer_leaves)
+
+    def has_weights(self, node: fx.Node) -> bool:
+        return any(self.is_parameter(source) for source in data_inputs(node))
+
+
+def found_seeds(facts: Facts) -> Seeds:
+    if not facts.chains:
+        nodes = tuple(calls(facts.graph))
+        return Seeds({BACKBONE: Role.BACKBONE}, dict.fromkeys(nodes, BACKBONE), ())
+    backbone = _pick_backbone(facts)
+    core = set(backbone.nodes)
+    downstream = ahead(core, lambda _: False)
+    others = [chain for chain in facts.chains if chain is not backbone]
+    before = [chain for chain in others if chain.blocks[0][0] not in downstream]
+    after = [chain for chain in others if chain.blocks[0][0] in downstream]
+    seeds = Seeds({}, {}, backbone.blocks)
+    for group in _merged(before, core):
+        _add(facts, seeds, Role.ENCODER, [n for chain in group for n in chain.nodes])
+    for group in _stems(facts, core, {n for chain in others for n in chain.nodes}):
+        _add(facts, seeds, Role.ENCODER, group)
+    seeds.roles[BACKBONE] = Role.BACKBONE
+    seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
+    seeds.why.update(dict.fromkeys(backbone.nodes, f"block of {backbone.parent}"))
+    for nodes in _generators(facts, core, downstream, _merged(after, set())):
+        _add(facts, seeds, Role.GENERATOR, nodes)
+    return seeds
+
+
+def _pick_backbone(facts: Facts) -> Chain:
+    """The chain with the most work among those next to a token embedding, or among all."""
+    member = {node: chain.parent for chain in facts.chains for node in chain.nodes}
+
+    def reads_tokens(chain: Chain) -> bool:
+        found = behind(chain.nodes, lambda node: member.get(node, chain.parent) != chain.parent)
+        return any(map(facts.is_token_embedding, found))
+
+    candidates = [chain for chain in facts.chains if reads_tokens(chain)] or facts.chains
+    return max(candidates, key=lambda chain: facts.work(chain.nodes))
+
+
+def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
+    """Chains joined where one's results reach the rest of the model only through the next."""
+    groups: list[list[Chain]] = []
+    for chain in reversed(chains):
+        for group in groups:
+            inside = {node for other in group for node in other.nodes}
+            reached = ahead(chain.nodes, inside.__contains__)
+            feeds = any(
+                source in reached or source in set(chain.nodes)
+                for node in inside
+                for source in data_inputs(node)
+            )
+            if feeds and not (reached & core) and not any(n.op == "output" for n in reached):
+                group.insert(0, chain)
+                break
+        else:
+            groups.insert(0, [chain])
+    return groups
+
+
+def _stems(facts: Facts, core: set[fx.Node], chained: set[fx.Node]) -> list[list[fx.Node]]:
+    """Weighted operations on float inputs that enter a token model without any chain of blocks."""
+    near = behind(core, chained.__contains__)
+    tokens = {node for node in near if facts.is_token_embedding(node)}
+    if not tokens:
+        return []
+    known = ahead(tokens | chained, lambda _: False) | chained
+    found = [
+        node
+        for node in calls(facts.graph)
+        if node in near
+        and node not in known
+        and facts.leaves[node] & facts.float_leaves
+        and facts.has_weights(node)
+    ]
+    groups: dict[int, list[fx.Node]] = {}
+    for node in found:
+        bits = facts.leaves[node] & facts.float_leaves
+        overlapping = [key for key in groups if key & bits]
+        nodes = [n for key in overlapping for n in groups.pop(key)]
+        groups[bits | sum(set(overlapping))] = [*nodes, node]
+    return list(groups.values())
+
+
+def _generators(
+    facts: Facts, core: set[fx.Node], downstream: set[fx.Node], groups: Sequence[Sequence[Chain]]
+) -> Iterator[list[fx.Node]]:
+    """Chains after the backbone with a loss of their own, and weighted terms on float targets."""
+    terms = [term for term in facts.captured.terms if term in downstream]
+    taken: set[fx.Node] = set()
+    for group in groups:
+        nodes = [node for chain in group for node in chain.nodes]
+        reached = ahead(nodes, lambda _: False) | set(nodes)
+        mine = [term for term in terms if term in reached]
+        extra = _own_leaves(facts, mine, core)
+        if len(mine) < len(terms) or extra & facts.float_leaves:
+            taken.update(mine)
+            yield nodes
+    for term in terms:
+        own = [n for n in behind([term], lambda n: n in core) | {term} if n in downstream]
+        shared = behind([t for t in terms if t is not term], lambda n: n in core)
+        weighted = [n for n in own if n not in shared and facts.has_weights(n)]
+        extra = _own_leaves(facts, [term], core)
+        if term not in taken and len(terms) > 1 and weighted and extra & facts.float_leaves:
+            yield weighted
+
+
+def _own_leaves(facts: Facts, terms: Sequence[fx.Node], core: set[fx.Node]) -> int:
+    """The inputs that reach these terms past the backbone."""
+    bits = 0
+    for node in behind(terms, core.__contains__):
+        if node.op == "placeholder":
+            bits |= facts.leaves[node]
+    return bits
+
+
+def _add(facts: Facts, seeds: Seeds, role: Role, nodes: Sequence[fx.Node]) -> None:
+    name = _name(facts, role, nodes, seeds.roles)
+    seeds.roles[name] = role
+    seeds.forced.update(dict.fromkeys(nodes, name))
+    parents = sorted({path(node) for node in nodes}, key=len)
+    seeds.why.update(dict.fromkeys(nodes, f"{role}: block or stem at {parents[0] or 'the root'}"))
+
+
+def _name(facts: Facts, role: Role, nodes: Sequence[fx.Node], taken: Mapping[str, Role]) -> str:
+    bits = 0
+    for node in nodes:
+        bits |= facts.leaves[node]
+    leaves = [leaf.name for i, leaf in enumerate(facts.captured.leaves) if bits >> i & 1]
+    texts = [path(nodes[0]).lower(), *(leaves if role is Role.ENCODER else ())]
+    words = ((name, word) for name, known in MODALITIES.items() for word in known)
+    plain = next((name for name, word in words if any(word in text for text in texts)), str(role))
+    if role is Role.GENERATOR:
+        plain = {"vision": "image"}.get(plain, plain)
+    if plain not in taken:
+        return plain
+    return next(f"{plain}_{letter}" for letter in "bcdefghijkl" if f"{plain}_{letter}" not in taken)
+
+
+def given_seeds(facts: Facts, given: Mapping[str, Sequence[str]]) -> Seeds:
+    """Seeds from the names of modules; a key that is a role's name gets that role."""
+    members = {name: _under(facts, name, modules) for name, modules in given.items()}
+    backbone = _given_backbone(facts, members)
+    core = set(members[backbone])
+    downstream = ahead(core, lambda _: False)
+    roles = {name: Role.ENCODER for name in members}
+    roles[backbone] = Role.BACKBONE
+    for name, nodes in members.items():
+        if name == Role.GENERATOR or (name != Role.ENCODER and set(nodes) & downstream - core):
+            roles[name] = Role.GENERATOR if name != backbone else Role.BACKBONE
+    forced = {node: name for name, nodes in members.items() for node in nodes}
+    why = {node: f"given: regions[{name!r}]" for node, name in forced.items()}
+    inside = [chain for chain in facts.chains if set(chain.nodes) <= core]
+    blocks = max(inside, key=lambda chain: facts.work(chain.nodes)).blocks if inside else ()
+    order = (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)
+    ordered = sorted(roles.items(), key=lambda item: order.index(item[1]))
+    return Seeds(dict(ordered), forced, blocks, why)
+
+
+def _under(facts: Facts, region: str, modules: Sequence[str]) -> list[fx.Node]:
+    names = [modules] if isinstance(modules, str) else list(modules)
+    found: list[fx.Node] = []
+    for name in names:
+        nodes = [n for n in calls(facts.graph) if f"{path(n)}.".startswith(f"{name}.")]
+        if not nodes:
+            known = sorted({path(n).split(".")[0] for n in calls(facts.graph)} - {""})
+            raise RegionError(
+                f"regions[{region!r}] names module {name!r}, which runs nothing in this model; "
+                f"its top-level modules are {', '.join(known)}"
+            )
+        found.extend(nodes)
+    return found
+
+
+def _given_backbone(facts: Facts, members: Mapping[str, list[fx.Node]]) -> str:
+    named = [name for name in members if name in (Role.BACKBONE, BACKBONE)]
+    return named[0] if named else max(members, key=lambda name: facts.work(members[name]))
