@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.plain import Plain, microbatches
+from fxpipe.cut import Role
 
 COUNTS = (8, 16, 32, 64)
 
@@ -60,7 +61,7 @@ def live_units(pipe: Any) -> dict[int, dict[str, int]]:
     found = {}
     for count in COUNTS:
         pipe.step(microbatches(count))
-        encoders = {s.name for s in pipe.cut.of(fxpipe.cut.Role.ENCODER)}
+        encoders = {s.name for s in pipe.cut.of(Role.ENCODER)}
         peaks = [peak for peak in pipe.timeline.peaks if peak.stage in encoders]
         found[count] = {
             "units": max(peak.units for peak in peaks),

@@ -38,7 +38,7 @@ def main() -> int:
     }
     samples = measure(setting, tuple(given.runners), units)
     report = [summary(sample) for sample in samples]
-    verdicts = list(verdict(report))
+    verdicts = verdict(samples, given.steps)
     print(text(setting, report, verdicts))
     if given.json:
         record = {
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 def _rounds(setting: Setting, unit: float, steps: int) -> int:
     step = 3 * (setting.microbatches + setting.ranks - 1) * unit
-    return max(3, round(_SECONDS / (steps * step)))
+    return 6 * max(1, round(_SECONDS / (steps * step) / 6))  # every order equally often
 
 
 def measure(
@@ -106,21 +106,40 @@ def summary(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(report: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """fxpipe's excess against each bar, for each length of op."""
-    excess = {(row["runner"], row["unit"]): row["excess"] for row in report}
-    return [
-        {
-            "unit": unit,
-            "against": peer,
-            "ratio": excess["fxpipe", unit] / excess[peer, unit],
-            "bar": bar,
-            "reached": excess["fxpipe", unit] <= bar * excess[peer, unit],
-        }
-        for unit in sorted({row["unit"] for row in report})
+def verdict(samples: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """fxpipe's excess against each bar, for each length of op; the spread is over the rounds."""
+    by_name = {(sample["runner"], sample["unit"]): sample for sample in samples}
+    pairs = [
+        (by_name["fxpipe", unit], by_name[peer, unit], bar)
+        for unit in sorted({sample["unit"] for sample in samples})
         for peer, bar in BARS.items()
-        if ("fxpipe", unit) in excess and (peer, unit) in excess
+        if ("fxpipe", unit) in by_name and (peer, unit) in by_name
     ]
+    return [_compare(ours, theirs, bar, steps) for ours, theirs, bar in pairs]
+
+
+def _compare(
+    ours: dict[str, Any], theirs: dict[str, Any], bar: float, steps: int
+) -> dict[str, Any]:
+    ratio = _excess(ours) / _excess(theirs)
+    rounds = [
+        _excess(ours, slice(at, at + steps)) / _excess(theirs, slice(at, at + steps))
+        for at in range(0, len(ours["seconds"]), steps)
+    ]
+    return {
+        "unit": 1e3 * ours["unit"],
+        "against": theirs["runner"],
+        "ratio": ratio,
+        "quartiles": statistics.quantiles(rounds, n=4)[::2],
+        "bar": bar,
+        "reached": ratio <= bar,
+    }
+
+
+def _excess(sample: dict[str, Any], steps: slice = slice(None)) -> float:
+    """Seconds of the median step over the ideal."""
+    excess: float = statistics.median(sample["seconds"][steps]) - sample["ideal"]
+    return excess
 
 
 def text(setting: Setting, report: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> str:
@@ -139,7 +158,8 @@ def text(setting: Setting, report: list[dict[str, Any]], verdicts: list[dict[str
         for r in report
     ]
     lines += [
-        f"{v['unit']:g} ms ops: fxpipe's excess is {v['ratio']:.2f} x that of {v['against']}, "
+        f"{v['unit']:g} ms ops: fxpipe's excess is {v['ratio']:.2f} x that of {v['against']} "
+        f"(quartiles of rounds {v['quartiles'][0]:.2f}, {v['quartiles'][1]:.2f}), "
         f"bar {v['bar']:g}: {'PASS' if v['reached'] else 'FAIL'}"
         for v in verdicts
     ]
