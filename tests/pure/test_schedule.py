@@ -1,0 +1,167 @@
+"""Every schedule of every small shape is a sound table."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe import passes
+from fxpipe.costs import Costs
+from fxpipe.cut import Cut, Kind, Layout
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import PLACEMENTS, base_rows, derive, layout
+from fxpipe.simulate import simulate
+from fxpipe.skeletons import BASES
+from fxpipe.table import Table
+from fxpipe.timeline import Timeline
+from fxpipe.verify import verify
+from tests.pure.cuts import Shape, build, shapes
+
+SCHEDULES = [f"{placement}/{base}" for placement in PLACEMENTS for base in BASES]
+VISION = Shape(encoders=(True,))
+BOTH = Shape(encoders=(True,), generators=(True,))
+
+schedules = st.sampled_from(SCHEDULES)
+ranks = st.integers(1, 6)
+microbatches = st.integers(1, 12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules, ranks, microbatches, shapes())
+def test_every_schedule_is_sound(schedule: str, ranks: int, mbs: int, shape: Shape) -> None:
+    cut = build(schedule, ranks, shape)
+    table = passes.run(derive(cut, mbs, schedule))
+    verify(table)
+    assert Table.parse(str(table)) == table
+    assert table.microbatches == mbs
+    costs = Costs.uniform(cut)
+    timeline = simulate(table, costs)
+    work = mbs * sum(costs.seconds.values())
+    assert sum(map(timeline.busy, range(ranks))) == work
+    assert timeline.makespan >= work / ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules, ranks, microbatches, shapes(), st.floats(0.25, 4), st.floats(0.25, 4))
+def test_the_walk_may_reckon_with_any_costs(
+    schedule: str, ranks: int, mbs: int, shape: Shape, encoder: float, generator: float
+) -> None:
+    cut = build(schedule, ranks, shape)
+    forward = {stage.name: 1.0 for stage in cut.stages}
+    forward |= {name: encoder for name in forward if name.startswith("enc")}
+    forward |= {name: generator for name in forward if name.startswith("gen")}
+    passes.run(derive(cut, mbs, schedule, costs=Costs.uniform(cut, forward)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(("upfront", "nested")),
+    st.sampled_from(list(BASES)),
+    ranks,
+    microbatches,
+    shapes(),
+)
+def test_removing_encoders_and_generators_gives_the_base_back(
+    placement: str, base: str, ranks: int, mbs: int, shape: Shape
+) -> None:
+    schedule = f"{placement}/{base}"
+    cut = build(schedule, ranks, shape)
+    assert derive(cut, mbs, schedule).only(["llm"]) == base_rows(cut, mbs, schedule)
+
+
+@pytest.mark.parametrize("mbs", [8, 16])
+@pytest.mark.parametrize("shape", [VISION, BOTH], ids=["encoder", "encoder and generator"])
+@pytest.mark.parametrize("cost", [0.25, 0.5, 1, 2, 4])
+def test_nested_does_not_lose_to_upfront(mbs: int, shape: Shape, cost: float) -> None:
+    cut = build("nested/1f1b", 4, shape)
+    costs = Costs.uniform(cut, {"enc0": cost})
+    nested, upfront = (
+        simulate(derive(cut, mbs, schedule, costs=costs), costs).makespan
+        for schedule in ("nested/1f1b", "upfront/1f1b")
+    )
+    assert nested < upfront
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [VISION, BOTH], ids=["encoder", "encoder and generator"])
+def test_live_units_do_not_grow_with_microbatches(ranks: int, shape: Shape) -> None:
+    cut = build("nested/1f1b", ranks, shape)
+    few, many = (
+        _peaks(simulate(passes.run(derive(cut, mbs))), cut) for mbs in (8 * ranks, 64 * ranks)
+    )
+    assert few == many
+    assert max(few["enc0"]) <= 4
+
+
+def test_nested_holds_three_encoder_units() -> None:
+    """As many as BigMac has; the count at 8 microbatches is that at 64."""
+    cut = build("nested/1f1b", 2, VISION)
+    for mbs in (8, 64):
+        assert _peaks(simulate(passes.run(derive(cut, mbs))), cut)["enc0"] == [3, 3]
+
+
+def _peaks(timeline: Timeline, cut: Cut) -> dict[str, list[int]]:
+    return {
+        region: [timeline.peak([region], rank) for rank in range(cut.ranks)]
+        for region in cut.region
+    }
+
+
+def test_1f1b_holds_what_it_says() -> None:
+    cut = build("stage/1f1b", 4, Shape())
+    timeline = simulate(derive(cut, 12, "stage/1f1b"))
+    assert [timeline.peak(["llm"], rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert simulate(derive(cut, 12, "stage/gpipe")).peak(["llm"], 3) == 12
+
+
+@pytest.mark.parametrize(
+    ("ranks", "encoders", "generators", "home", "backbone"),
+    [
+        (4, ["v"], ["g"], {"v": 0, "g": 3}, (1, 2)),
+        (4, ["v", "a"], [], {"v": 0, "a": 0}, (1, 2, 3)),
+        (3, ["v"], ["g"], {"v": 0, "g": 2}, (1,)),
+        (2, ["v"], ["g"], {"v": 0, "g": 1}, (0, 1)),
+        (2, ["v"], [], {"v": 0}, (1,)),
+        (2, [], ["g"], {"g": 1}, (0,)),
+        (1, ["v"], ["g"], {"v": 0, "g": 0}, (0,)),
+        (2, [], [], {}, (0, 1)),
+    ],
+)
+def test_stage_layout(
+    ranks: int,
+    encoders: list[str],
+    generators: list[str],
+    home: dict[str, int],
+    backbone: tuple[int, ...],
+) -> None:
+    plan = layout("stage/1f1b", ranks, encoders, generators)
+    assert (plan.layout, plan.home, plan.backbone) == (Layout.SHARDED, home, backbone)
+
+
+def test_replicated_layout() -> None:
+    plan = layout("NESTED/1F1B", 3, ["v"], ["g"])
+    assert plan.layout is Layout.REPLICATED
+    assert (plan.home, plan.backbone) == ({"v": None, "g": None}, (0, 1, 2))
+
+
+def test_upfront_with_a_returning_generator_runs_all_forwards_first() -> None:
+    cut = build("upfront/1f1b", 2, BOTH)
+    rows = base_rows(cut, 4, "upfront/1f1b")
+    assert [op.kind for op in rows[1]][:4] == [Kind.F] * 4
+    detached = build("upfront/1f1b", 2, Shape((True,), (True,), detached=True))
+    assert [op.kind for op in base_rows(detached, 4, "upfront/1f1b")[1]][:2] == [Kind.F, Kind.B]
+
+
+@pytest.mark.parametrize("text", ["nested", "nested/zb", "sideways/1f1b", "", "nested/1f1b/2"])
+def test_an_unknown_schedule_lists_what_exists(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"stage, upfront, nested.*gpipe, 1f1b"):
+        layout(text, 2)
+
+
+def test_what_a_cut_cannot_have() -> None:
+    replicated = build("nested/1f1b", 2, VISION)
+    with pytest.raises(ScheduleError, match="enc0 has none"):
+        derive(replicated, 4, "stage/1f1b")
+    with pytest.raises(ScheduleError, match="0 microbatches"):
+        derive(replicated, 0)
+    with pytest.raises(ScheduleError, match="0 ranks"):
+        layout("nested/1f1b", 0)

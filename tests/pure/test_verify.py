@@ -1,0 +1,171 @@
+"""Each rule finds the table that breaks it, and says what to do."""
+
+import re
+
+import pytest
+
+from fxpipe import passes
+from fxpipe.errors import TableError
+from fxpipe.schedule import derive
+from fxpipe.simulate import simulate
+from fxpipe.table import Table
+from fxpipe.verify import ORDER, RULES, verify
+from tests.pure.cuts import Shape, build
+
+CUT = """\
+ranks 2
+region vision encoder replicated
+region llm backbone sharded
+stage vision of vision: FW, owner, cost 1
+stage llm0 of llm: FBW, rank 0, cost 1
+stage llm1 of llm: FBW, rank 1, cost 1
+seam vision -> llm0: features*
+seam llm0 -> llm1: hidden* mask
+shared vision
+shared llm0 llm1
+"""
+ROWS = """\
+rank 0: vision.F0 vision.F1<1 llm0.F0 llm0.F0>1 llm0.F1 llm0.F1>1 llm1.B0<1 llm0.B0 llm0.W0 \
+llm1.B1<1 llm0.B1 llm0.B1>1 llm0.W1 vision.W0 vision.R llm0+llm1.R
+rank 1: vision.F1 vision.F1>0 llm0.F0<0 llm1.F0 llm0.F1<0 llm1.B0 llm1.B0>0 llm1.W0 llm1.F1 \
+llm1.B1 llm1.B1>0 llm1.W1 llm0.B1<0 vision.W1 vision.R llm0+llm1.R
+"""
+
+
+def test_the_whole_table_is_sound() -> None:
+    verify(Table.parse(CUT + ROWS))
+
+
+BROKEN = [
+    ("known", "llm1.F0 llm0.F1<0", "llm7.F0 llm0.F1<0", "the cut has vision, llm0, llm1"),
+    ("known", "vision.W1", "vision.B1", "vision has only FW"),
+    ("known", "llm0.F0>1", "llm0.F0>5", "names rank 5; expected another one of 0..1"),
+    ("known", "llm0.F0>1", "llm0.F0>0", "names rank 0"),
+    ("known", "llm0.W0", "llm0.W0 llm0.W0>1", "weight gradients stay on their rank"),
+    ("known", "llm0+llm1.R", "llm0.R", "it has vision, llm0+llm1"),
+    ("known", "vision.W0 vision.R", "vision.W0 vision.R>1 vision.R", "no value to move"),
+    ("known", "rank 1: ", "rank 1: vision.F0\nrank 2: ", "the cut has 2 ranks, the table 3 rows"),
+    ("defined_once", "llm0.W0 ", "llm0.W0 llm0.W0 ", "runs already on rank 0"),
+    ("placed", "vision.F0 ", "vision.F0 llm1.F0 ", "llm1.F0 belongs on rank 1: the stage lives"),
+    (
+        "placed",
+        "vision.W0 vision.R",
+        "vision.W1 vision.R",
+        "belongs on rank 0: its forward is there",
+    ),
+    ("complete", "llm0.W0 ", "", "llm0.W0 is missing; add it to the row of rank 0"),
+    ("complete", "vision.W1 ", "", "vision.W1 is missing; add it to the row of its owner"),
+    (
+        "read_after_write",
+        "llm0.B0 llm0.W0",
+        "llm0.W0 llm0.B0",
+        "reads llm0.B0, which is made after",
+    ),
+    ("read_after_write", "llm0.F0 llm0.F0>1", "llm0.F0>1 llm0.F0", "llm0.F0>1 reads llm0.F0"),
+    ("posted", "llm0.F0<0 llm1.F0", "llm1.F0 llm0.F0<0", "put llm0.F0<0 before it"),
+    ("made_where_sent", "llm1.W0 ", "llm1.W0 llm0.F0>0 ", "llm0.F0 is made on rank 0"),
+    ("sends_meet_receives", "llm0.F0>1 ", "", "llm0.F0>1 0 times, rank 1 has llm0.F0<0 1 times"),
+    ("sends_meet_receives", "llm1.B0<1 ", "llm1.B0<1 llm1.B0<1 ", "llm1.B0<1 2 times"),
+    ("read_where_received", "llm0.W0 ", "llm0.W0 llm1.F0<1 ", "no op on rank 0 reads llm1.F0"),
+    ("channels_in_order", "llm0.F0<0 llm1.F0 llm0.F1<0", "llm0.F1<0 llm0.F0<0 llm1.F0", "post in"),
+    ("reduced_once", "vision.W0 vision.R", "vision.W0", "rank 0 has vision.R 0 times"),
+    ("reduced_once", "vision.W0 vision.R", "vision.R vision.W0", "stands before vision.W0; put"),
+    ("reduced_in_order", "vision.W1 vision.R llm0+llm1.R", "vision.W1 llm0+llm1.R vision.R", "one"),
+    (
+        "makes_progress",
+        "vision.F0 vision.F1<1 llm0.F0",
+        "vision.F1<1 llm1.B0<1 vision.F0 llm0.F0",
+        "has not met its other end",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "good", "bad", "says"), BROKEN)
+def test_a_broken_rule_is_named(rule: str, good: str, bad: str, says: str) -> None:
+    rows = ROWS.replace(good, bad, 1)
+    if rule == "makes_progress":
+        rows = rows.replace("llm1.B0<1 llm0.B0", "llm0.B0")
+    assert rows != ROWS
+    with pytest.raises(TableError, match=re.escape(says)) as error:
+        verify(Table.parse(CUT + rows))
+    assert f"{rule}: " in str(error.value)
+
+
+def test_every_rule_has_a_broken_table() -> None:
+    assert {rule.__name__ for rule in RULES} == {rule for rule, *_ in BROKEN}
+
+
+def test_all_broken_rules_are_listed_with_the_row_around_them() -> None:
+    rows = ROWS.replace("llm0.F0>1 ", "", 1).replace("vision.W1 ", "", 1)
+    with pytest.raises(TableError) as error:
+        verify(Table.parse(CUT + rows))
+    lines = str(error.value).splitlines()
+    rules = [line.split(":")[0] for line in lines]
+    assert rules == ["complete", "sends_meet_receives", "read_where_received"]
+
+
+def test_a_long_list_is_cut() -> None:
+    with pytest.raises(TableError, match="and 298 more"):
+        verify(Table.parse(CUT + "rank 0: llm0.F39\nrank 1: llm1.F39\n"), ORDER)
+
+
+def test_a_message_shows_the_row_around_the_op() -> None:
+    rows = ROWS.replace("llm0.F0<0 llm1.F0", "llm1.F0 llm0.F0<0", 1)
+    with pytest.raises(TableError) as error:
+        verify(Table.parse(CUT + rows))
+    assert str(error.value) == (
+        "posted: rank 1: vision.F1 vision.F1>0 [llm1.F0] llm0.F0<0 llm0.F1<0 llm1.B0 ...: "
+        "llm1.F0 reads llm0.F0; put llm0.F0<0 before it"
+    )
+
+
+def test_receives_posted_too_early_are_stuck_where_a_send_needs_its_receive() -> None:
+    """Each rank waits for what the other computes next; with buffers the same table ends."""
+    cut = str(build("stage/1f1b", 2, Shape()))
+    rows = """
+    rank 0: llm0.F0 llm0.F0>1 llm1.B0<1 llm0.F1 llm0.F1>1 llm0.W0 llm1.B1<1 llm0.W1
+    rank 1: llm0.F0<0 llm0.F1<0 llm1.F0 llm1.B0 llm1.B0>0 llm1.W0 llm1.F1 llm1.B1 llm1.B1>0 llm1.W1
+    """
+    table = Table.parse(cut + rows)
+    simulate(table)
+    with pytest.raises(TableError) as error:
+        verify(table)
+    assert str(error.value).splitlines() == [
+        "makes_progress: rank 0: llm0.F0 llm0.F0>1 llm1.B0<1 [llm0.F1] llm0.F1>1 llm0.W0 llm1.B1<1 "
+        "...: stuck, llm1.B0<1 has not met its other end",
+        "makes_progress: rank 1: llm0.F0<0 llm0.F1<0 [llm1.F0] llm1.B0 llm1.B0>0 llm1.W0 "
+        "...: stuck, llm0.F1<0 has not met its other end",
+    ]
+
+
+def test_a_table_of_compute_ops_is_checked_without_transfers() -> None:
+    table = derive(build("nested/1f1b", 2, Shape(encoders=(True,))), 4)
+    verify(table, ORDER)
+    with pytest.raises(TableError, match="posted: "):
+        verify(table)
+    swapped = str(table).replace("llm0.F0 llm0.F1", "llm0.B0 llm0.F1 llm0.F0", 1)
+    with pytest.raises(TableError, match=re.escape("llm0.B0 runs already on rank 0")):
+        verify(Table.parse(swapped), ORDER)
+
+
+def test_a_cycle_of_compute_ops_makes_no_progress() -> None:
+    cut = str(build("stage/1f1b", 2, Shape()))
+    rows = """
+    rank 0: llm0.F1 llm0.F0 llm0.W0 llm0.W1
+    rank 1: llm1.F0 llm1.B0 llm1.W0 llm1.F1 llm1.B1 llm1.W1
+    """
+    verify(Table.parse(cut + rows), ORDER)
+    late = rows.replace("llm0.F1 llm0.F0 llm0.W0 llm0.W1", "llm0.F1 llm0.W1 llm0.F0 llm0.W0")
+    with pytest.raises(
+        TableError, match=re.escape("stuck, llm0.W1 reads llm1.B1, which is not made")
+    ):
+        verify(Table.parse(cut + late), ORDER)
+
+
+def test_passes_say_which_one_broke_the_table() -> None:
+    def unsend(table: Table) -> Table:
+        return Table(table.cut, tuple(row[:-1] for row in table.rows))
+
+    table = derive(build("stage/1f1b", 2, Shape()), 4, "stage/1f1b")
+    with pytest.raises(TableError, match=r"after unsend \(passes before it: communicate\)"):
+        passes.run(table, [passes.communicate, unsend])
