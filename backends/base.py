@@ -1,0 +1,83 @@
+"""What a backend is: a device, ranks, and a transport between them.
+
+send(peer, tensors, name) -> handle     starts at once, never waits for the peer
+sent(handle)                            waits until the tensors have left
+post(peer, specs, name) -> handle       receives come in the order of the peer's sends
+wait(handle) -> tensors                 each in memory of its own, contiguous
+reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
+share(numbers) -> numbers               float64, each nonzero on one rank only, then on all
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.backends.device import Device
+from fxpipe.table import Table
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+T = TypeVar("T")
+
+
+class Lost(Exception):
+    """This rank cannot go on, because another one has stopped."""
+
+
+class Transport(Protocol):
+    """How one rank exchanges tensors with the others. Handles are the transport's own."""
+
+    def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> Any:
+        """Start to send."""
+        ...
+
+    def sent(self, handle: Any) -> None:
+        """Wait for the end of a send."""
+        ...
+
+    def post(self, peer: int, specs: Sequence[Spec], name: str) -> Any:
+        """Post a receive."""
+        ...
+
+    def wait(self, handle: Any) -> Sequence[Tensor]:
+        """Wait for a receive."""
+        ...
+
+    def reduce(self, flat: Tensor, ranks: tuple[int, ...], name: str) -> Tensor:
+        """Sum a one-dimensional tensor over ranks, this one among them."""
+        ...
+
+    def share(self, numbers: Tensor) -> Tensor:
+        """Give every rank what each of them put into its own places."""
+        ...
+
+
+class Backend(Protocol):
+    """Where ranks run."""
+
+    name: str
+    ranks: int
+    mine: tuple[int, ...]
+    device: Device
+
+    def connect(self, table: Table) -> None:
+        """Open what the table needs: channels, groups. Every rank calls it with the same table."""
+        ...
+
+    def run(self, body: Callable[[int, Transport], T]) -> Mapping[int, T]:
+        """Run `body(rank, transport)` for the ranks of this process; its results by rank.
+
+        Raises RankError on every rank if it raises on any.
+        """
+        ...
+
+
+def add_bits(numbers: Tensor) -> Tensor:
+    """float64 as int64: where all but one summand are zero, their sum keeps every bit."""
+    return numbers.view(torch.int64)
+
+
+def from_bits(numbers: Tensor) -> Tensor:
+    """int64 back to the float64 that it stands for."""
+    return numbers.view(torch.float64)
