@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxpipe import passes
 from fxpipe.errors import TableError
@@ -10,7 +12,7 @@ from fxpipe.schedule import derive
 from fxpipe.simulate import simulate
 from fxpipe.table import Table
 from fxpipe.verify import ORDER, RULES, verify
-from tests.pure.cuts import Shape, build
+from tests.pure.cuts import Shape, build, shapes
 
 CUT = """\
 ranks 2
@@ -169,3 +171,22 @@ def test_passes_say_which_one_broke_the_table() -> None:
     table = derive(build("stage/1f1b", 2, Shape()), 4, "stage/1f1b")
     with pytest.raises(TableError, match=r"after unsend \(passes before it: communicate\)"):
         passes.run(table, [passes.communicate, unsend])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), shapes())
+def test_a_damaged_table_is_refused_or_runs(data: st.DataObject, shape: Shape) -> None:
+    """Whatever is taken out, doubled or moved: an error of ours, or a table that simulates."""
+    table = passes.run(derive(build("nested/1f1b", 2, shape), 3))
+    rank = data.draw(st.integers(0, 1))
+    row = list(table.rows[rank])
+    op = row.pop(data.draw(st.integers(0, len(row) - 1)))
+    for _ in range(data.draw(st.integers(0, 2))):
+        row.insert(data.draw(st.integers(0, len(row))), op)
+    rows = tuple(tuple(row) if r == rank else other for r, other in enumerate(table.rows))
+    damaged = Table(table.cut, rows)
+    try:
+        verify(damaged)
+    except TableError:
+        return
+    simulate(damaged)
