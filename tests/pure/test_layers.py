@@ -17,7 +17,7 @@ LEVELS = (
     ("timeline", "costs", "simulate", "rendezvous", "verify", "trace", *SCHEDULING),
     ("passes", "passes.communicate", "passes.reduce"),
     (),
-    ("program", "stageop", "bundles", "delivery"),
+    ("program", "stageop", "delivery"),
     ("backends", "runtime"),
     ("", "compile"),
     ("cli", "demo"),
