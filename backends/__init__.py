@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.backends.base import Backend, Lost, Transport
+from fxpipe.backends.base import Backend, LostError, Transport
 from fxpipe.backends.device import Device
 from fxpipe.backends.distributed import Distributed
 from fxpipe.backends.local import Local
 from fxpipe.errors import BackendError
 
-__all__ = ["NAMES", "Backend", "Device", "Lost", "Transport", "choose"]
+__all__ = ["NAMES", "Backend", "Device", "LostError", "Transport", "choose"]
 
 NAMES = ("local", "gloo", "nccl", "hccl")
 
@@ -50,8 +50,9 @@ def choose(
     group = _group(mesh)
     members = tuple(dist.get_process_group_ranks(group))
     if ranks not in (None, len(members)):
+        where = "the world" if mesh is None else "the mesh"
         raise BackendError(
-            f"ranks={ranks}, but {'the world' if mesh is None else 'the mesh'} has {len(members)} ranks; "
+            f"ranks={ranks}, but {where} has {len(members)} ranks; "
             f"start {ranks} processes, leave `ranks` out, or use backend='local'"
         )
     return _distributed(name or _library(group), members)

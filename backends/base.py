@@ -21,7 +21,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 T = TypeVar("T")
 
 
-class Lost(Exception):
+class LostError(Exception):
     """This rank cannot go on, because another one has stopped."""
 
 

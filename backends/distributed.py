@@ -1,8 +1,8 @@
 """One rank per process, over torch.distributed: gloo, nccl or hccl.
 
-All traffic is on groups of fxpipe's own. gloo keeps order per pair, so it has one group for all. The
-accelerator libraries run the ops of a communicator one after the other: each ordered pair of ranks
-that the table uses has its own there, so that no send waits behind a receive.
+All traffic is on groups of fxpipe's own. gloo keeps order per pair, so it has one group for all.
+The accelerator libraries run the ops of a communicator one after the other: each ordered pair of
+ranks that the table uses has its own there, so that no send waits behind a receive.
 
 When a rank fails it writes why into the store and breaks its groups; the waits of its peers end
 with an error, they break theirs, and everybody raises what the store says.
@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpipe.backends.base import Lost, Transport
+from fxpipe.backends.base import LostError, Transport
 from fxpipe.backends.device import device_of
 from fxpipe.backends.wire import Channel, Wire
 from fxpipe.errors import RankError
@@ -40,7 +40,7 @@ class Distributed:
         self.failure: str | None = None
         self._members = tuple(members)
         self._rank = self._members.index(dist.get_rank())
-        self.mine = (self._rank,)
+        self.mine: tuple[int, ...] = (self._rank,)
         self._whole = self._group(range(self.ranks))
         self._groups = {tuple(range(self.ranks)): self._whole}
         self._channels: dict[tuple[int, int], Channel] = {}
@@ -66,7 +66,7 @@ class Distributed:
         try:
             with self._watching():
                 return {self._rank: body(self._rank, self._wire)}
-        except Lost as lost:
+        except LostError as lost:
             raise RankError(self._cause(lost)) from lost
         except BaseException as error:
             self._publish(str(error) or type(error).__name__)
@@ -74,7 +74,10 @@ class Distributed:
 
     def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = [self._members[rank] for rank in ranks]
-        return dist.new_group(members, backend=self.name, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(
+            members, backend=self.name, use_local_synchronization=True
+        )
+        return group
 
     def _open(self, source: int, target: int) -> None:
         pair = (source, target)
@@ -101,7 +104,7 @@ class Distributed:
             while store.add(_SEEN, 0) < self.ranks - 1 and time.monotonic() < end:
                 time.sleep(0.01)
 
-    def _cause(self, lost: Lost) -> str:
+    def _cause(self, lost: LostError) -> str:
         """What the rank that failed has written; it may have died without a word."""
         failure = f"{lost}, and no rank has said why: one of them has died"
         with contextlib.suppress(RuntimeError):
@@ -139,7 +142,7 @@ class Distributed:
             watch.join()
 
     def _watch(self, over: threading.Event) -> None:
-        store = self._whole.get_group_store().clone()
+        store = self._whole.get_group_store()
         while not over.wait(0.5):
             if store.check([_FAILURE]):
                 self._break(store.get(_FAILURE).decode())

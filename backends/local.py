@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.backends.base import Lost, Spec, Transport, add_bits, from_bits
+from fxpipe.backends.base import LostError, Spec, Transport, add_bits, from_bits
 from fxpipe.backends.device import Device
 from fxpipe.errors import RankError
 from fxpipe.table import Table
@@ -87,7 +87,7 @@ class _Baton:
         self._hand_over(rank)
         self._gates[rank].acquire()
         if self._failure is not None:
-            raise Lost(what)
+            raise LostError(what)
 
     def _rank(self, rank: int, body: Callable[[int], None]) -> None:
         self._gates[rank].acquire()
@@ -96,7 +96,7 @@ class _Baton:
                 body(rank)
                 del self._waits[rank]
                 self._hand_over(rank)
-        except Lost:
+        except LostError:
             pass
         except BaseException as error:
             self._stop(error)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.backends.base import Lost, Spec, add_bits, from_bits
+from fxpipe.backends.base import LostError, Spec, add_bits, from_bits
 
 _ALIGN = 16  # bytes: the largest element
 
@@ -67,7 +67,7 @@ class Wire:
         try:
             work = dist.isend(payload, group=channel.group, group_dst=channel.target)
         except RuntimeError as error:
-            raise Lost(f"{name} could not be sent ({error})") from error
+            raise LostError(f"{name} could not be sent ({error})") from error
         return Send(work, payload, name)
 
     def sent(self, handle: Send) -> None:
@@ -88,7 +88,7 @@ class Wire:
         try:
             work = dist.irecv(_bytes(buffer), group=channel.group, group_src=channel.source)
         except RuntimeError as error:
-            raise Lost(f"{name} could not be posted ({error})") from error
+            raise LostError(f"{name} could not be posted ({error})") from error
         return Receive(work, buffer, specs, name)
 
     def wait(self, handle: Receive) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ class Wire:
             slices = [_bytes(piece) for piece in whole.view(count, width).unbind()]
             dist.all_gather(slices, _bytes(total), group=group)
         except RuntimeError as error:
-            raise Lost(f"{name} could not be summed over ranks {ranks} ({error})") from error
+            raise LostError(f"{name} could not be summed over ranks {ranks} ({error})") from error
         return whole[: flat.numel()]
 
     def share(self, numbers: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Wire:
         try:
             dist.all_reduce(bits, group=self._groups[max(self._groups, key=len)])
         except RuntimeError as error:
-            raise Lost(f"the end of the step did not reach every rank ({error})") from error
+            raise LostError(f"the end of the step did not reach every rank ({error})") from error
         return from_bits(bits.cpu())
 
 
@@ -134,7 +134,7 @@ def _finish(work: dist.Work | None, name: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise Lost(f"{name} did not arrive ({error})") from error
+        raise LostError(f"{name} did not arrive ({error})") from error
 
 
 def nbytes(spec: Spec) -> int:

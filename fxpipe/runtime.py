@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.backends import Backend, Lost, Transport
+from fxpipe.backends import Backend, LostError, Transport
 from fxpipe.bind import Bound
 from fxpipe.cut import Kind
 from fxpipe.errors import RankError
@@ -188,8 +188,8 @@ def run_step(
                 losses, gradients = programs[rank].module(running, *batch)
                 running.now = "the end of the step"
                 return transport.share(_numbers(programs[rank], running, losses)), gradients
-        except Lost as lost:
-            raise Lost(f"rank {rank}, {running.now}: {lost}") from lost
+        except LostError as lost:
+            raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
         except Exception as error:
             raise RankError(_failed(rank, running.now, error)) from error
 
@@ -209,8 +209,8 @@ def _failed(rank: int, op: str, error: Exception) -> str:
     )
 
 
-# A step ends with one exchange: [losses by stage and microbatch | start and end of every op of every
-# row | peaks by rank and stage], in which each rank has filled what it knows.
+# A step ends with one exchange: [losses by stage and microbatch | start and end of every op of
+# every row | peaks by rank and stage], in which each rank has filled what it knows.
 
 
 def _loss_slots(table: Table) -> int:

@@ -76,7 +76,8 @@ class StageOp(nn.Module):
         self._state = state
         self._engine = engine
         self._calls: dict[int, Graphs] = {}
-        self._run = {Kind.F: self._forward, Kind.B: self._inputs, Kind.W: self._weights}[kind]
+        runs = {Kind.F: self._forward, Kind.B: self._inputs, Kind.W: self._weights}
+        self._run: Callable[..., Any] = runs[kind]
 
     def forward(self, rank: Running, mb: "Bound", *args: Any) -> Any:
         """Run the graph of the microbatch's variant, and note when."""
@@ -174,9 +175,11 @@ class GroupOp(nn.Module):
             names = [name for name, grad in local.items() if grad.dtype is dtype]
             flat = torch.cat([local.pop(name).reshape(-1) for name in names])
             total = rank.reduce(self._token, flat, self.ranks)
-            pieces = total.split([self._state[name].numel() for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                summed[name] = piece.view(self._state[name].shape)
+            start_at = 0
+            for name in names:
+                like = self._state[name]
+                summed[name] = total[start_at : start_at + like.numel()].view(like.shape)
+                start_at += like.numel()
         rank.times[self._token] = (start, perf_counter())
         return summed
 
