@@ -96,11 +96,11 @@ def eager_step(model: nn.Module, batch: list[Microbatch]) -> float:
 
 
 @torch.no_grad()
-def answer(model: nn.Module, pixels: Tensor, prompt: str, longest: int = 8) -> str:
-    """The caption that the model gives to an image [1, 8, 8], by greedy decoding."""
-    tokens = [IMAGE] * PATCHES + TOKENIZER.encode(prompt)
-    start = len(tokens)
-    while len(tokens) < start + longest and (len(tokens) == start or tokens[-1] != END):
-        ids = torch.tensor([tokens])
-        tokens.append(int(model(input_ids=ids, pixel_values=pixels[None]).logits[0, -1].argmax()))
-    return TOKENIZER.decode(tokens[start:])
+def answers(model: nn.Module, pixels: Tensor, prompt: str, longest: int = 8) -> list[str]:
+    """The captions that the model gives to images [count, 1, 8, 8], by greedy decoding."""
+    asked = torch.tensor([IMAGE] * PATCHES + TOKENIZER.encode(prompt))
+    tokens = asked.expand(len(pixels), -1)
+    for _ in range(longest):
+        logits = model(input_ids=tokens, pixel_values=pixels).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return [TOKENIZER.decode(row) for row in tokens[:, len(asked) :].tolist()]

@@ -1,0 +1,96 @@
+"""The command line: `fxpipe demo`, and the table's tools `plan`, `verify` and `simulate`.
+
+The tools read and print the text of a cut or a table, and need no torch.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxpipe import passes
+from fxpipe.errors import FxpipeError
+from fxpipe.schedule import AUTO, derive
+from fxpipe.simulate import simulate as run_simulation
+from fxpipe.table import Table
+from fxpipe.timeline import Timeline
+from fxpipe.trace import write_perfetto
+from fxpipe.verify import verify as check
+
+app = typer.Typer(
+    name="fxpipe",
+    help="Compile a plain multimodal nn.Module into one program per rank of a pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of a table.")]
+_CutFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of a cut.")]
+_Schedule = Annotated[str, typer.Option(help="PLACEMENT/BASE, or auto.")]
+_Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches per step.")]
+_Trace = Annotated[Path | None, typer.Option(help="Write a Perfetto trace of it here.")]
+
+
+@app.command()
+def plan(file: _CutFile, microbatches: _Microbatches = 8, schedule: _Schedule = AUTO) -> None:
+    """Print the operator table of a schedule for a cut."""
+    cut = Table.parse(file.read_text(encoding="utf-8")).cut
+    typer.echo(str(passes.run(derive(cut, microbatches, schedule))))
+
+
+@app.command()
+def verify(file: _File) -> None:
+    """Check a table against every rule; exit status 1 and the broken rules if it breaks any."""
+    table = Table.parse(file.read_text(encoding="utf-8"))
+    check(table)
+    ops = sum(map(len, table.rows))
+    typer.echo(
+        f"{file}: {len(table.rows)} ranks, {table.microbatches} microbatches, {ops} ops: valid"
+    )
+
+
+@app.command()
+def simulate(file: _File, trace: _Trace = None) -> None:
+    """Run a table against the costs of its cut; print when each rank works."""
+    timeline = run_simulation(Table.parse(file.read_text(encoding="utf-8")))
+    for line in _summary(timeline):
+        typer.echo(line)
+    if trace is not None:
+        typer.echo(f"trace: {write_perfetto(timeline, trace)} (open it at ui.perfetto.dev)")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 50,
+    schedule: _Schedule = AUTO,
+    trace: Annotated[Path, typer.Option(help="Where to write the timeline.")] = Path(
+        "fxpipe-demo.perfetto.json"
+    ),
+) -> None:
+    """Train a small LLaVA on handwritten digits in a pipeline, beside the same in eager."""
+    from fxpipe.demo.run import Options, run
+
+    raise typer.Exit(run(Options(ranks=ranks, steps=steps, schedule=schedule, trace=trace)))
+
+
+def main() -> None:
+    """The console script. What fxpipe raises on purpose is printed without a traceback."""
+    try:
+        app()
+    except FxpipeError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(1)
+
+
+def _summary(timeline: Timeline) -> list[str]:
+    makespan = timeline.makespan
+    ranks = range(timeline.cut.ranks)
+    rows = [f"rank {r}: busy {timeline.busy(r):g}, bubble {timeline.bubble(r):.1%}" for r in ranks]
+    return [f"makespan {makespan:g}", *rows]
+
+
+if __name__ == "__main__":
+    main()
