@@ -56,9 +56,10 @@ class Outcome:
 def opening(console: Console, setup: worker.Setup, parameters: int) -> None:
     """What is about to happen."""
     console.print(
-        f"[bold]fxpipe demo[/bold]: a LLaVA of {parameters / 1e6:.1f} million random weights learns\n"
-        f"to caption handwritten digits: {setup.steps} steps of {setup.microbatches} microbatches of "
-        f"{setup.size} images,\n{setup.ranks} processes over gloo, one thread each\n"
+        f"[bold]fxpipe demo[/bold]: a LLaVA of {parameters / 1e6:.1f} million random weights "
+        f"learns\nto caption handwritten digits: {setup.steps} steps of {setup.microbatches} "
+        f"microbatches of {setup.size} images,\n{setup.ranks} processes over gloo, "
+        "one thread each\n"
     )
 
 
