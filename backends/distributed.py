@@ -38,11 +38,16 @@ class Distributed:
         self.ranks = len(members)
         self.device = device_of(name)
         self.failure: str | None = None
-        self._members = tuple(members)
-        self._rank = self._members.index(dist.get_rank())
+        self._rank = list(members).index(dist.get_rank())
+        self._pipelines = _pipelines(members)
         self.mine: tuple[int, ...] = (self._rank,)
-        self._whole = self._group(range(self.ranks))
-        self._groups = {tuple(range(self.ranks)): self._whole}
+        whole = self._group(range(self.ranks))
+        assert whole is not None
+        self._whole = whole
+        everyone = tuple(range(self.ranks))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {everyone: whole}
+        self._known = {everyone}
+        self._edges: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
         self._wire = Wire(self._rank, self.device.device, self._groups, self._channels)
 
@@ -50,13 +55,16 @@ class Distributed:
         """Open groups and channels in one sorted order, and use each once: libraries connect at
         the first use, and in the middle of a step that can time out or deadlock."""
         groups = {table.cut.ranks_of(stages) for stages in table.cut.groups.values()}
-        for ranks in sorted(groups | {tuple(range(self.ranks))}):
-            if self._rank in ranks and ranks not in self._groups:
-                self._groups[ranks] = self._group(ranks)
+        for ranks in sorted(groups - self._known):
+            self._known.add(ranks)
+            group = self._group(ranks)
+            if group is not None:
+                self._groups[ranks] = group
                 self._wire.reduce(torch.zeros(1, device=self.device.device), ranks, "connect")
         edges = {(r, op.peer) for r, row in enumerate(table.rows) for op in row if op.way == ">"}
         for source, target in sorted((s, t) for s, t in edges if t is not None):
-            if self._rank in (source, target) and (source, target) not in self._channels:
+            if (source, target) not in self._edges:
+                self._edges.add((source, target))
                 self._open(source, target)
 
     def run(self, body: Callable[[int, Transport], T]) -> Mapping[int, T]:
@@ -72,20 +80,28 @@ class Distributed:
             self._publish(str(error) or type(error).__name__)
             raise
 
-    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        members = [self._members[rank] for rank in ranks]
-        group: dist.ProcessGroup = dist.new_group(
-            members, backend=self.name, use_local_synchronization=True
-        )
-        return group
+    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of these ranks of the pipeline; None where this rank is not one of them.
+
+        Every process of the world makes the groups of every pipeline, in one order: torch names a
+        group by how many there are, and one that some process has skipped is never found.
+        """
+        mine = None
+        for members in self._pipelines:
+            group = dist.new_group([members[rank] for rank in ranks], backend=self.name)
+            if members[self._rank] == dist.get_rank() and self._rank in ranks:
+                mine = group
+        return mine
 
     def _open(self, source: int, target: int) -> None:
-        pair = (source, target)
-        if self.name == "gloo":
-            self._channels[pair] = Channel(self._whole, *pair)
-        else:
+        group: dist.ProcessGroup | None = self._whole
+        seats = (source, target)
+        if self.name != "gloo":
+            group = self._group(sorted(seats))
             seats = (0, 1) if source < target else (1, 0)
-            self._channels[pair] = Channel(self._group(sorted(pair)), *seats)
+        if group is None or self._rank not in (source, target):
+            return
+        self._channels[source, target] = Channel(group, *seats)
         if self._rank == source:
             first = torch.zeros(1, device=self.device.device)
             self._wire.sent(self._wire.send(target, [first], "connect"))
@@ -147,6 +163,13 @@ class Distributed:
             if store.check([_FAILURE]):
                 self._break(store.get(_FAILURE).decode())
                 return
+
+
+def _pipelines(members: Sequence[int]) -> list[tuple[int, ...]]:
+    """The members of every pipeline in the world, where a mesh has several side by side."""
+    found: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tuple(members))
+    return sorted({pipeline for pipeline in found if pipeline is not None})
 
 
 def _break_group(group: dist.ProcessGroup, library: str) -> None:

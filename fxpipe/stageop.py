@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.cut import Cut, Kind
+from fxpipe.errors import BackendError
 
 if TYPE_CHECKING:
     from fxpipe.bind import Bound
@@ -28,6 +29,12 @@ Graphs = Callable[..., Any]
 Variants = Sequence[Mapping[str, "StageGraphs"]]
 
 ENGINES = ("aten", "inductor")
+
+
+def check_engine(name: str) -> None:
+    """Raises BackendError on a name that is no engine."""
+    if name not in ENGINES:
+        raise BackendError(f"unknown engine {name!r}; there are {', '.join(map(repr, ENGINES))}")
 
 
 class Running(Protocol):
@@ -76,8 +83,12 @@ class StageOp(nn.Module):
         self._state = state
         self._engine = engine
         self._calls: dict[int, Graphs] = {}
-        runs = {Kind.F: self._forward, Kind.B: self._inputs, Kind.W: self._weights}
-        self._run: Callable[..., Any] = runs[kind]
+        runs: dict[Kind, Callable[..., Any]] = {
+            Kind.F: self._forward,
+            Kind.B: self._inputs,
+            Kind.W: self._weights,
+        }
+        self._run = runs[kind]
 
     def forward(self, rank: Running, mb: "Bound", *args: Any) -> Any:
         """Run the graph of the microbatch's variant, and note when."""
@@ -184,7 +195,7 @@ class GroupOp(nn.Module):
         return summed
 
     def _names(self, variants: frozenset[int]) -> list[str]:
-        owners = trainers(self._cut, self._variants)
+        owners = holders(self._cut, self._variants)
         trained: dict[str, None] = {}
         for stage in self.stages:
             for variant in sorted(variants):
@@ -217,11 +228,16 @@ def total(found: Sequence[Tensor]) -> Tensor:
     return found[0]
 
 
-def trainers(cut: Cut, variants: Variants) -> dict[str, tuple[str, ...]]:
-    """Name of a trained parameter -> the stages that train it in any variant, in their order."""
+def holders(cut: Cut, variants: Variants) -> dict[str, tuple[str, ...]]:
+    """Name of a trained parameter -> the stages that hold it in any variant, in their order.
+
+    A stage that only reads it holds it too: its copy follows the others.
+    """
+    trained = {name for graphs in variants for stage in graphs.values() for name in stage.trained}
     found: dict[str, dict[str, None]] = {}
     for stage in cut.stage:
         for graphs in variants:
-            for name in graphs[stage].trained:
-                found.setdefault(name, {})[stage] = None
+            for name in graphs[stage].state:
+                if name in trained:
+                    found.setdefault(name, {})[stage] = None
     return {name: tuple(stages) for name, stages in found.items()}

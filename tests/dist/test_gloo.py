@@ -1,0 +1,119 @@
+"""Runs over gloo: the bits of a local run, and the end of a step in which a rank fails."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fxpipe.backends import choose
+from fxpipe.errors import BackendError, RankError
+from tests import handmade
+
+pytestmark = pytest.mark.dist
+
+CASES = [
+    (microbatches, schedule)
+    for microbatches in (1, 3, 8)
+    for schedule in ("nested/1f1b", "upfront/gpipe", "upfront/1f1b")
+]
+
+
+def processes(body: Callable[..., None], ranks: int, folder: Path) -> list[Any]:
+    """What `body(rank, ranks)` returned in each of several processes."""
+    mp.spawn(_start, (body, ranks, folder), nprocs=ranks)
+    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def _start(rank: int, body: Callable[..., Any], ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.save(body(rank, ranks), folder / f"result{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _steps(rank: int, ranks: int) -> Any:
+    steps = {case: handmade.run(choose("gloo"), *case) for case in CASES}
+    spans = len(steps[8, "nested/1f1b"].timeline.spans)
+    return {case: (step.losses, step.gradients) for case, step in steps.items()}, spans
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo_gives_the_bits_of_local(ranks: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    found = processes(_steps, ranks, tmp_path)
+    for case in CASES:
+        local = handmade.run(choose("local", ranks), *case)
+        seen = set()
+        for steps, spans in found:
+            losses, gradients = steps[case]
+            assert torch.equal(losses, local.losses)
+            assert all(torch.equal(grad, local.gradients[n]) for n, grad in gradients.items())
+            seen |= gradients.keys()
+            if case == (8, "nested/1f1b"):
+                assert spans == len(local.timeline.spans)
+        assert seen == local.gradients.keys()
+
+
+def _break(stages: dict[str, Any]) -> None:
+    class Broken(handmade.Opaque):
+        def B(self, *args: Any) -> Any:  # noqa: N802
+            raise ArithmeticError("no such luck")
+
+    llm1 = stages["llm1"]
+    stages["llm1"] = Broken(llm1.stage, llm1.function, llm1.state, llm1.trained)
+
+
+def _kill(stages: dict[str, Any]) -> None:
+    class Dying(handmade.Opaque):
+        def B(self, *args: Any) -> Any:  # noqa: N802
+            os._exit(0)
+
+    if dist.get_rank() == 1:
+        llm1 = stages["llm1"]
+        stages["llm1"] = Dying(llm1.stage, llm1.function, llm1.state, llm1.trained)
+
+
+def _fail(rank: int, ranks: int) -> Any:
+    backend, messages, seconds = choose("gloo"), [], []
+    for change in (_break, lambda stages: None):
+        start = time.monotonic()
+        with pytest.raises(RankError) as error:
+            handmade.run(backend, 4, change=change)
+        messages.append(str(error.value))
+        seconds.append(time.monotonic() - start)
+    again = handmade.run(choose("gloo"), 2).losses
+    with pytest.raises(BackendError, match="the world has 3 ranks"):
+        choose("gloo", ranks=5)
+    torch.distributed.barrier()
+    return messages, seconds, again
+
+
+def test_a_failing_rank_stops_all_with_its_own_words(tmp_path: Path) -> None:
+    for (first, second), seconds, again in processes(_fail, 3, tmp_path):
+        assert "rank 1 failed in llm1.B0: ArithmeticError: no such luck" in first
+        assert "an earlier step failed" in second
+        assert max(seconds) < 4
+        assert torch.equal(again, handmade.run(choose("local", 3), 2).losses)
+
+
+def _die(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with pytest.raises(RankError) as error:
+        handmade.run(choose("gloo"), 4, change=_kill)
+    (folder / f"message{rank}").write_text(str(error.value))
+    os._exit(0)
+
+
+def test_a_rank_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+    mp.spawn(_die, (tmp_path,), nprocs=2)
+    message = (tmp_path / "message0").read_text()
+    assert "rank 0, llm1.B0<1:" in message and "died" in message
