@@ -66,7 +66,7 @@ def main() -> None:
     for line in str(pipe.table).splitlines()[-2:]:
         print(line)
     print("\nthe program of rank 0, the first lines\n")
-    print("\n".join(pipe.program(0).module.code.strip().splitlines()[:12]))
+    print("\n".join(pipe.program(0).code.strip().splitlines()[:12]))
     print("\nwhere every module went, and why\n")
     print(pipe.explain())
 
