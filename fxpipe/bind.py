@@ -6,7 +6,6 @@ checked here, before anything is sent.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import sympy
@@ -19,7 +18,7 @@ from fxpipe.inputs import Leaf, Microbatch, flatten
 
 if TYPE_CHECKING:
     from fxpipe.joint import StageGraphs
-    from fxpipe.split import Stages
+    from fxpipe.lower import Lowered
 
 Symbols = Mapping[sympy.Symbol, sympy.Integer]
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -30,7 +29,8 @@ def mismatch(captured: Captured, microbatch: Microbatch) -> str | None:
     tensors, fixed, structure = flatten(microbatch)
     if structure != captured.structure:
         found = ", ".join(name for name, _ in [*tensors, *fixed])
-        expected = ", ".join([leaf.name for leaf in captured.leaves] + [n for n, _ in captured.fixed])
+        names = [leaf.name for leaf in captured.leaves] + [name for name, _ in captured.fixed]
+        expected = ", ".join(names)
         return f"its arguments are ({found}); the example had ({expected})"
     for leaf, (name, tensor) in zip(captured.leaves, tensors, strict=True):
         if tensor.dim() != len(leaf.shape):
@@ -82,44 +82,49 @@ def solve(
     return symbols, sizes
 
 
+class Sizes:
+    """The symbols of a variant for one set of shapes, and every size that follows from them."""
+
+    def __init__(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
+        self.symbols = solve(captured.leaves, tensors)[0]
+        self._known: dict[sympy.Expr, int] = {}
+
+    def __call__(self, expr: sympy.Expr) -> int:
+        """A size in numbers."""
+        found = self._known.get(expr)
+        if found is None:
+            found = self._known[expr] = int(expr.xreplace(self.symbols))
+        return found
+
+
 class Bound:
     """One microbatch of a step, bound to the variant of the program that it runs.
 
-    index: its number in the step; weight: 0-dim tensor, the factor of its loss.
+    index: its number in the step; variant: the number of `lowered`; weight: 0-dim tensor on the
+    device that runs, the factor of its loss.
     """
 
     def __init__(
         self,
         index: int,
         variant: int,
-        stages: "Stages",
-        microbatch: Microbatch,
+        lowered: "Lowered",
+        sizes: Sizes,
+        tensors: Sequence[Tensor],
         weight: Tensor,
     ) -> None:
-        tensors, _, _ = flatten(microbatch)
-        leaves = stages.captured.leaves
         self.index = index
         self.variant = variant
         self.weight = weight
-        self._stages = stages
-        self._tensors = {leaf.placeholder: t for leaf, (_, t) in zip(leaves, tensors, strict=True)}
-        self.symbols = solve(leaves, [tensor for _, tensor in tensors])[0]
-
-    @cached_property
-    def _sizes(self) -> dict[sympy.Expr, int]:
-        return {}
-
-    def size(self, expr: sympy.Expr) -> int:
-        """A size in numbers."""
-        found = self._sizes.get(expr)
-        if found is None:
-            found = self._sizes[expr] = int(expr.xreplace(self.symbols))
-        return found
+        self._lowered = lowered
+        self._size = sizes
+        leaves = lowered.captured.leaves
+        self._tensors = {leaf.placeholder: t for leaf, t in zip(leaves, tensors, strict=True)}
 
     def feed(self, graphs: "StageGraphs") -> tuple[Tensor | int, ...]:
         """What a stage reads of the microbatch: tensors on its device, then sizes."""
         tensors = (self._field(name) for name in graphs.fields)
-        return (*tensors, *(self.size(expr) for expr in graphs.sizes))
+        return (*tensors, *map(self._size, graphs.sizes))
 
     def _field(self, placeholder: str) -> Tensor:
         tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
@@ -128,7 +133,7 @@ class Bound:
 
     def spec(self, source: str, target: str, kind: Kind) -> tuple[Spec, ...]:
         """Shapes and dtypes of what crosses a seam: its values (F) or its gradients (B)."""
-        seam = self._stages.seam[source, target]
+        seam = self._lowered.seam[source, target]
         names = seam.values if kind is Kind.F else seam.grads
-        values = (self._stages.values[name] for name in names)
-        return tuple((tuple(map(self.size, value.shape)), value.dtype) for value in values)
+        values = (self._lowered.stages.values[name] for name in names)
+        return tuple((tuple(map(self._size, value.shape)), value.dtype) for value in values)

@@ -6,6 +6,7 @@ torch.export traces the model once; sizes that may differ between microbatches s
 Parameters keep the model's own names, and every node keeps the path of the module that made it.
 """
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Captured:
     constants: tensors that the model's code made while it was traced, by the name in `state`
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
     guards: conditions on the symbols, each a sympy expression; ranges: least and greatest size
-    trained: names of the parameters with `requires_grad`
+    parameters: names of all parameters; trained: those with `requires_grad`
     """
 
     graph: fx.GraphModule
@@ -49,6 +50,7 @@ class Captured:
     fixed: tuple[tuple[str, object], ...]
     guards: tuple[sympy.Basic, ...]
     ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
+    parameters: frozenset[str]
     trained: frozenset[str]
 
     @property
@@ -175,27 +177,43 @@ def _captured(
     fixed: tuple[tuple[str, object], ...],
     structure: Any,
 ) -> Captured:
-    specs = exported.graph_signature.input_specs
     module = functionalise(inline_no_grad(exported.graph_module))
-    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    canonical = _canonical_names(model)
-    state, constants = {}, {}
-    for node, spec in zip(holders, specs, strict=True):
-        if spec.kind is not InputKind.USER_INPUT:
-            own = str(spec.target).removeprefix(PREFIX)
-            state[node.name] = canonical.get(own, own)
-            if own not in canonical:
-                constants[own] = exported.constants[str(spec.target)]
-    inputs = [node for node in holders if node.name not in state]
-    leaves = tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True))
-    module = loss_terms(_tidy(module, state))
+    labels, constants = _labels(model, exported, names)
+    module, state = _tidy(module, labels)
+    module = loss_terms(module)
     _refuse_updated_buffers(module, state)
-    ranges = {s: (r.lower, r.upper) for s, r in exported.range_constraints.items()}
-    mode = fake_mode([node.meta["val"] for node in holders])
-    trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in holders if node.name not in state]
+    parameters = dict(model.named_parameters())
     return Captured(
-        module, state, constants, leaves, structure, fixed, tuple(guards(mode)), ranges, trained
+        graph=module,
+        state=state,
+        constants=constants,
+        leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True)),
+        structure=structure,
+        fixed=fixed,
+        guards=tuple(guards(fake_mode([node.meta["val"] for node in holders]))),
+        ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
+        parameters=frozenset(parameters),
+        trained=frozenset(name for name, p in parameters.items() if p.requires_grad),
     )
+
+
+def _labels(
+    model: nn.Module, exported: ExportedProgram, names: Sequence[str]
+) -> tuple[list[tuple[str, bool]], dict[str, Tensor]]:
+    """(name, is state) of every input of the exported graph; and the constants by name."""
+    canonical = _canonical_names(model)
+    labels, constants, leaves = [], {}, iter(names)
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            labels.append((next(leaves), False))
+            continue
+        own = str(spec.target).removeprefix(PREFIX)
+        labels.append((canonical.get(own, own), True))
+        if own not in canonical:
+            constants[own] = exported.constants[str(spec.target)]
+    return labels, constants
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -216,18 +234,30 @@ def _leaf(name: str, node: fx.Node) -> Leaf:
     return Leaf(name, node.name, shape, value.dtype)
 
 
-def _tidy(module: fx.GraphModule, state: Mapping[str, str]) -> fx.GraphModule:
-    """Without asserts on metadata, and with one placeholder for each state tensor."""
+def _tidy(
+    module: fx.GraphModule, labels: Sequence[tuple[str, bool]]
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """The graph with readable inputs, one for each state tensor, and no asserts on metadata."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    env: dict[fx.Node, fx.Node] = {}
     first: dict[str, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target is _ASSERT_METADATA:
-            graph.erase_node(node)
-        elif node.op == "placeholder" and node.name in state:
-            node.replace_all_uses_with(first.setdefault(state[node.name], node))
+    names = iter(labels)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            name, is_state = next(names)
+            if is_state and name in first:
+                env[node] = first[name]
+                continue
+            env[node] = graph.placeholder(re.sub(r"\W+", "_", f"p_{name}" if is_state else name))
+            env[node].meta = dict(node.meta)
+            if is_state:
+                first[name] = env[node]
+        elif node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
+        elif node.target is not _ASSERT_METADATA:
+            env[node] = graph.node_copy(node, env.__getitem__)
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
 
 
 def _refuse_updated_buffers(module: fx.GraphModule, state: Mapping[str, str]) -> None:

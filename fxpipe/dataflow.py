@@ -12,9 +12,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe.torch_internals import expression
+from fxpipe.torch_internals import expression, is_unbacked
 
 aten = torch.ops.aten
 UNKNOWN_SIZE = 64
@@ -65,8 +64,7 @@ def _is_size(node: fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        unbacked = free_unbacked_symbols(value)
-        return not unbacked and all(
+        return not is_unbacked(value) and all(
             carries_tensor(source) or is_size(source) for source in node.all_input_nodes
         )
     return isinstance(value, int) and all(map(is_size, node.all_input_nodes))

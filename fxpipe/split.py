@@ -87,9 +87,7 @@ def split(captured: Captured, staging: Staging) -> Stages:
                     (maker,) = staging.of[source]
                     _check_crossing(source, maker, stage, order)
                     links.setdefault((maker, stage), {})[source] = None
-    stages = {
-        name: _stage(captured, staging, name, links) for name in staging.region
-    }
+    stages = {name: _stage(captured, staging, name, links) for name in staging.region}
     crossing = {node for nodes in links.values() for node in nodes}
     values = {node.name: _value(node) for node in crossing}
     ordered = sorted(links, key=lambda pair: (order[pair[0]], order[pair[1]]))
@@ -127,7 +125,9 @@ def _stage(
     links: Mapping[tuple[str, str], Mapping[fx.Node, None]],
 ) -> Stage:
     nodes = [node for node in calls(captured.graph.graph) if name in staging.of[node]]
-    received = list(dict.fromkeys(n for (_, to), found in links.items() if to == name for n in found))
+    received = list(
+        dict.fromkeys(n for (_, to), found in links.items() if to == name for n in found)
+    )
     sent = list(dict.fromkeys(n for (by, _), found in links.items() if by == name for n in found))
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     holders = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n in read]

@@ -5,12 +5,14 @@ Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.function import Function
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 
@@ -39,11 +41,28 @@ def guarding(mode: AbstractContextManager[Any]) -> Iterator[None]:
             env.frozen = frozen
 
 
+@contextmanager
+def running_fake(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run operators on fake tensors with symbolic sizes, with gradients recorded.
+
+    Numbers read from tensors get symbols that nobody looks at afterwards.
+    """
+    env = getattr(mode, "shape_env", None)
+    ignoring = nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+    with mode, enable_python_dispatcher(), torch.enable_grad(), ignoring:
+        yield
+
+
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """A size as a sympy expression of the input's symbols."""
     if isinstance(size, torch.SymInt):
         return size.node.expr
     return sympy.Integer(size)
+
+
+def is_unbacked(size: object) -> bool:
+    """Whether a number depends on the data of a tensor, not on the sizes of the inputs."""
+    return bool(free_unbacked_symbols(size))
 
 
 @contextmanager

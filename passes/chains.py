@@ -64,11 +64,7 @@ def _is_serial(graph: fx.Graph, chain: Chain) -> bool:
     own = {node: 1 << i for i, block in enumerate(chain.blocks) for node in block}
     bits = spread(graph, own)
     return all(
-        any(
-            bits[source] >> (i - 1) & 1
-            for node in chain.blocks[i]
-            for source in data_inputs(node)
-        )
+        any(bits[source] >> (i - 1) & 1 for node in chain.blocks[i] for source in data_inputs(node))
         for i in range(1, len(chain.blocks))
     )
 

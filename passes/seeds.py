@@ -7,7 +7,6 @@ generators. A user's `regions=` replaces all of this by the names of modules.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import sympy
 from torch import fx
@@ -56,14 +55,7 @@ class Facts:
         return sum(work(node, self.symbols) for node in nodes)
 
     def is_parameter(self, node: fx.Node) -> bool:
-        name = self.captured.state.get(node.name)
-        return name is not None and name in self.parameters
-
-    @cached_property
-    def parameters(self) -> frozenset[str]:
-        """Trained and frozen parameters: state that is neither buffer nor constant."""
-        names = self.captured.state
-        return frozenset(own for holder, own in names.items() if holder.startswith("p_"))
+        return self.captured.state.get(node.name) in self.captured.parameters
 
     def is_token_embedding(self, node: fx.Node) -> bool:
         if node.target is not aten.embedding.default:

@@ -1,0 +1,27 @@
+"""fxpipe: a compiler from a plain multimodal module to one pipeline program per rank.
+
+The table half (cut, table, verify, schedule, simulate, trace) imports no torch; what needs it is
+loaded when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.cut import Cut
+from fxpipe.table import Op, Table
+
+if TYPE_CHECKING:
+    from fxpipe.pipe import Pipe, Result, compile
+
+__all__ = ["Cut", "Op", "Pipe", "Result", "Table", "compile"]
+__version__ = "0.1.0"
+
+_LAZY = ("Pipe", "Result", "compile")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module = import_module("fxpipe.pipe")
+        globals().update({lazy: getattr(module, lazy) for lazy in _LAZY})
+        return globals()[name]
+    raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")

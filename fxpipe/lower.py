@@ -1,0 +1,132 @@
+"""One variant of a model, lowered: captured, cut into regions and stages, differentiated.
+
+    lower(model, microbatch, layout) -> Lowered
+
+Nothing is written back: each level is a record that reads only the records above it, and the last
+of them, the Cut, is all that scheduling ever sees.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from fxpipe import cut as cuts
+from fxpipe.bind import solve
+from fxpipe.capture import Captured, LossFn, capture
+from fxpipe.cut import Cut, Kind, Layout, Role, Seam
+from fxpipe.inputs import Microbatch, flatten
+from fxpipe.joint import Differentiated, StageGraphs, differentiate
+from fxpipe.passes.regions import Regions, find_regions
+from fxpipe.passes.stages import Staging, assign_stages
+from fxpipe.schedule import Plan, layout
+from fxpipe.split import Stages, split
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Every level of one variant, from its graph down to the cut."""
+
+    captured: Captured
+    regions: Regions
+    staging: Staging
+    stages: Stages
+    graphs: Mapping[str, StageGraphs]
+    cut: Cut
+
+    @cached_property
+    def seam(self) -> dict[tuple[str, str], Seam]:
+        """Seams by their two stages."""
+        return {(seam.source, seam.target): seam for seam in self.cut.seams}
+
+
+def lower(
+    model: nn.Module,
+    microbatch: Microbatch,
+    *,
+    schedule: str,
+    ranks: int,
+    given: Mapping[str, Sequence[str]] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Lowered:
+    """Lower a model for a schedule, with one microbatch as the example."""
+    captured = capture(model, microbatch, loss_fn)
+    tensors = [tensor for _, tensor in flatten(microbatch)[0]]
+    symbols, _ = solve(captured.leaves, tensors)
+    regions = find_regions(captured, symbols, given)
+    named = {role: [n for n, r in regions.roles.items() if r is role] for role in Role}
+    plan = layout(schedule, ranks, named[Role.ENCODER], named[Role.GENERATOR])
+    staging = assign_stages(captured, regions, symbols, len(plan.backbone))
+    stages = split(captured, staging)
+    parts = differentiate(captured, stages)
+    cut = _cut(captured, regions, staging, stages, parts, plan, ranks)
+    return Lowered(captured, regions, staging, stages, parts.graphs, cut)
+
+
+def _cut(
+    captured: Captured,
+    regions: Regions,
+    staging: Staging,
+    stages: Stages,
+    parts: Differentiated,
+    plan: Plan,
+    ranks: int,
+) -> Cut:
+    backbone = iter(plan.backbone)
+    rank = {
+        name: next(backbone) if region == regions.backbone else plan.home[region]
+        for name, region in staging.region.items()
+    }
+    return Cut(
+        ranks=ranks,
+        regions=tuple(
+            cuts.Region(name, role, Layout.SHARDED if role is Role.BACKBONE else plan.layout)
+            for name, role in regions.roles.items()
+        ),
+        stages=tuple(
+            cuts.Stage(name, region, parts.graphs[name].kinds, rank[name], staging.cost[name])
+            for name, region in staging.region.items()
+        ),
+        seams=tuple(
+            Seam(source, target, values, parts.grads.get((source, target), ()))
+            for (source, target), values in stages.links.items()
+        ),
+        shared=_shared(captured, parts.graphs, rank),
+    )
+
+
+def _shared(
+    captured: Captured, graphs: Mapping[str, StageGraphs], rank: Mapping[str, int | None]
+) -> tuple[tuple[str, ...], ...]:
+    """The sets of stages that hold one trained parameter, where its gradient must be summed.
+
+    A stage that only reads a parameter belongs to the set too: its copy must follow the others.
+    """
+    trained = {name for stage in graphs.values() for name in stage.trained}
+    holders: dict[str, list[str]] = {}
+    for stage, found in graphs.items():
+        for name in dict.fromkeys(found.state):
+            if name in trained:
+                holders.setdefault(name, []).append(stage)
+    groups = dict.fromkeys(tuple(stages) for stages in holders.values())
+    return tuple(group for group in groups if len(group) > 1 or rank[group[0]] is None)
+
+
+def same_shape(first: Cut, other: Cut) -> str | None:
+    """How the cuts of two variants differ, for a table that is to run both; None if they agree."""
+    kinds = [{s.name: "".join(s.kinds) for s in cut.stages} for cut in (first, other)]
+    if kinds[0] != kinds[1]:
+        return f"its stages run {kinds[1]}, the example's {kinds[0]}"
+    seams = [{(s.source, s.target): bool(s.grads) for s in cut.seams} for cut in (first, other)]
+    if seams[0] != seams[1]:
+        changed = sorted(set(seams[0].items()) ^ set(seams[1].items()))
+        return f"it has other seams than the example: {changed}"
+    if first.shared != other.shared:
+        return f"it shares parameters over {other.shared}, the example over {first.shared}"
+    return None
+
+
+def trains(lowered: Lowered) -> bool:
+    """Whether any stage has a backward."""
+    return any(Kind.W in graphs.kinds for graphs in lowered.graphs.values())

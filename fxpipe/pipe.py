@@ -1,0 +1,262 @@
+"""`fxpipe.compile`: a plain module in, a pipeline out that keeps every level on the way.
+
+pipe = fxpipe.compile(model, example, schedule="nested/1f1b", ranks=4, backend="local")
+result = pipe.step(microbatches)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpipe import passes
+from fxpipe.backends import Backend, choose
+from fxpipe.bind import Bound, Sizes
+from fxpipe.capture import Captured, LossFn
+from fxpipe.cut import Cut
+from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.explain import explain
+from fxpipe.inputs import Microbatch, flatten, split_batch
+from fxpipe.joint import StageGraphs
+from fxpipe.passes.regions import Regions
+from fxpipe.program import Program, emit
+from fxpipe.runtime import Step, run_step
+from fxpipe.schedule import Schedule, derive
+from fxpipe.split import Stages
+from fxpipe.stageop import check_engine
+from fxpipe.table import Table
+from fxpipe.timeline import Timeline
+from fxpipe.variants import Variants
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step returns.
+
+    losses: [microbatches], each microbatch's own loss; weights: [microbatches]; on every rank.
+    """
+
+    losses: Tensor
+    weights: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The step's loss, 0-dim: the sum of weight times loss."""
+        total = torch.zeros((), dtype=self.losses.dtype)
+        for weight, loss in zip(self.weights, self.losses, strict=True):
+            total = total + weight * loss
+        return total
+
+
+def compile(
+    model: nn.Module,
+    example: Microbatch | None = None,
+    *,
+    microbatches: int | None = None,
+    schedule: str = "auto",
+    ranks: int | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: str | None = None,
+    regions: Mapping[str, Sequence[str]] | None = None,
+    loss_fn: LossFn | None = None,
+    engine: str = "aten",
+) -> "Pipe":
+    """Compile a model for pipeline-parallel training.
+
+    example: one microbatch, a dict of keyword arguments or a tuple; without it, the first `step`
+    traces. microbatches: how many a dict given to `step` is cut into. schedule: `PLACEMENT/BASE`.
+    ranks, mesh, backend: where it runs; by default as torch.distributed was started, and in this
+    process alone where it was not. regions: region -> names of modules, instead of what is found.
+    loss_fn: model output -> scalar loss. engine: "aten" runs the graphs, "inductor" compiles them.
+
+    Raises CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
+    """
+    check_engine(engine)
+    Schedule.parse(schedule)
+    if microbatches is not None and microbatches < 1:
+        raise BatchError(f"microbatches={microbatches}; a step needs at least one")
+    where = choose(backend, ranks, mesh)
+    variants = Variants(model, schedule, where.ranks, regions, loss_fn)
+    pipe = Pipe(model, variants, where, microbatches, engine)
+    if example is not None:
+        variants.number(example, "the example")
+    return pipe
+
+
+class Pipe:
+    """A compiled model. Every level that it went through can be looked at and printed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variants: Variants,
+        backend: Backend,
+        microbatches: int | None,
+        engine: str,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self._variants = variants
+        self._microbatches = microbatches
+        self._engine = engine
+        self._tables: dict[tuple[Cut, int], Table] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._last: Step | None = None
+
+    def step(self, batch: Any, weights: Sequence[float] | Tensor | None = None) -> Result:
+        """Forward and backward of every microbatch; gradients are added to `.grad`.
+
+        The same as `for mb, w in zip(batch, weights): (w * loss(model(**mb))).backward()`, and the
+        result is the same on every rank. batch: a list of microbatches, or one dict whose tensors
+        all have the batch as dim 0, with `microbatches` given to `compile`; the same on every
+        rank. weights: one factor for each microbatch, 1/M by default. Raises BatchError before
+        anything runs, RankError if a rank fails; then no `.grad` has changed.
+        """
+        parts = split_batch(batch, self._microbatches)
+        numbers = [self._variants.number(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
+        factors = self._weights(weights, len(parts))
+        bound = [
+            self._bound(index, number, mb, factors[index])
+            for index, (number, mb) in enumerate(zip(numbers, parts, strict=True))
+        ]
+        self._microbatches = self._microbatches or len(parts)
+        programs = {rank: self._program(rank, len(parts)) for rank in self.backend.mine}
+        self.backend.connect(programs[self.backend.mine[0]].table)
+        self._variants.refresh()
+        self._last = run_step(self.backend, programs, bound, factors.dtype)
+        self._accumulate(self._last.gradients)
+        return Result(self._last.losses, factors.cpu())
+
+    def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
+        dtype = self._variants.loss_dtype
+        if weights is None:
+            weights = [1 / count] * count
+        found = torch.as_tensor(weights, dtype=dtype).detach().to(self._device)
+        if found.shape != (count,):
+            raise BatchError(
+                f"weights has shape {tuple(found.shape)}; expected one for each of {count} "
+                "microbatches"
+            )
+        return found
+
+    def _bound(self, index: int, number: int, mb: Microbatch, weight: Tensor) -> Bound:
+        tensors = [tensor for _, tensor in flatten(mb)[0]]
+        sizes: Sizes = self._variants.sizes(number, tensors)
+        return Bound(index, number, self._variants[number], sizes, tensors, weight)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where ranks run: the backend's device, or, with all in this process, the model's."""
+        if self.backend.name != "local":
+            return self.backend.device.device
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _accumulate(self, gradients: Mapping[str, Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():
+                    parameter.grad.add_(gradient)
+
+    def _table(self, count: int) -> Table:
+        key = self.cut, count
+        if key not in self._tables:
+            self._tables[key] = passes.run(derive(self.cut, count, self._variants.schedule))
+        return self._tables[key]
+
+    def _program(self, rank: int, count: int) -> Program:
+        key = self._variants.generation, rank, count
+        if key not in self._programs:
+            table = self._table(count)
+            self._programs[key] = emit(
+                table, rank, self._variants.graphs, self._variants.state, engine=self._engine
+            )
+        return self._programs[key]
+
+    @property
+    def captured(self) -> Captured:
+        """The whole model's graph."""
+        return self._variants.first.captured
+
+    @property
+    def regions(self) -> Regions:
+        """Which region every node is in."""
+        return self._variants.first.regions
+
+    @property
+    def stages(self) -> Stages:
+        """The forward graph of each stage, and what crosses between them."""
+        return self._variants.first.stages
+
+    @property
+    def graphs(self) -> Mapping[str, StageGraphs]:
+        """F, B and W by stage: `pipe.graphs["llm0"].B`."""
+        return self._variants.first.graphs
+
+    @property
+    def cut(self) -> Cut:
+        """Regions, stages and seams, as scheduling sees them."""
+        return self._variants.first.cut
+
+    @property
+    def table(self) -> Table:
+        """The operator table for as many microbatches as the last step had, or compile was told;
+        as many as there are ranks before both."""
+        return self._table(self._last_count())
+
+    def program(self, rank: int) -> fx.GraphModule:
+        """What a rank runs for `table`: a graph module that prints as straight-line Python."""
+        if not 0 <= rank < self.backend.ranks:
+            raise FxpipeError(f"there is no rank {rank}; this pipe has {self.backend.ranks}")
+        return self._program(rank, self._last_count()).module
+
+    def _last_count(self) -> int:
+        if self._last is not None:
+            return self._last.table.microbatches
+        return self._microbatches or self.backend.ranks
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last step as it was measured, on all ranks. Raises FxpipeError before the first."""
+        if self._last is None:
+            raise FxpipeError("there is no timeline before the first step()")
+        return self._last.timeline
+
+    def explain(self) -> str:
+        """Every module and loose node: its region, stage, rank, and why."""
+        return explain(self._variants.all)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the model's own names, each once."""
+        mine = self._mine()
+        yield from ((n, p) for n, p in self.model.named_parameters() if n in mine)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters: give them to any optimizer."""
+        yield from (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's parameters and buffers under the model's own names, tied ones under each."""
+        mine = self._mine()
+        names = self._variants.canonical
+        return {k: v for k, v in self.model.state_dict().items() if names.get(k, k) in mine}
+
+    def _mine(self) -> set[str]:
+        """Names of this process's tensors; what no stage reads stays on the first rank."""
+        read = {
+            stage: {name for graphs in self._variants.graphs for name in graphs[stage].state}
+            for stage in self.cut.stage
+        }
+        mine = set()
+        for stage in self.cut.stages:
+            if stage.rank is None or stage.rank in self.backend.mine:
+                mine |= read[stage.name]
+        if 0 in self.backend.mine:
+            mine |= set(self._variants.canonical.values()) - set().union(*read.values())
+        return mine

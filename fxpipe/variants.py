@@ -1,0 +1,145 @@
+"""The variants of a model: one captured graph for each way in which its sizes specialise.
+
+Most models are one symbolic graph. Where a model's code unrolls over a size (a Python loop over
+images), each value of that size is a graph of its own, traced when the first microbatch with it
+comes. All of them share one cut, so that one table and one program run any mixture.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.bind import Sizes, mismatch, unfit
+from fxpipe.capture import LossFn
+from fxpipe.errors import BatchError, CaptureError
+from fxpipe.inputs import Microbatch, flatten
+from fxpipe.joint import StageGraphs
+from fxpipe.lower import Lowered, lower, same_shape
+
+LIMIT = 16
+
+
+class Variants:
+    """Lowered graphs of one model, made as microbatches ask for them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: str,
+        ranks: int,
+        given: Mapping[str, Sequence[str]] | None,
+        loss_fn: LossFn | None,
+    ) -> None:
+        self.schedule = schedule
+        self.generation = 0
+        self.all: list[Lowered] = []
+        self.graphs: list[Mapping[str, StageGraphs]] = []
+        self.state: dict[str, Tensor] = {}
+        self._model = model
+        self._options: dict[str, Any] = {
+            "schedule": schedule,
+            "ranks": ranks,
+            "given": given,
+            "loss_fn": loss_fn,
+        }
+        self._mode: tuple[object, ...] = ()
+        self._numbers: dict[object, int] = {}
+        self._sizes: dict[object, Sizes] = {}
+
+    def __getitem__(self, number: int) -> Lowered:
+        return self.all[number]
+
+    @property
+    def first(self) -> Lowered:
+        """The variant of the example. Raises BatchError if there was none yet."""
+        if not self.all:
+            raise BatchError(
+                "nothing is traced yet: pass example= to fxpipe.compile, or call step() first"
+            )
+        return self.all[0]
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the model's loss."""
+        dtype: torch.dtype = self.first.captured.terms[0].meta["val"].dtype
+        return dtype
+
+    @property
+    def canonical(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the first name of the same tensor."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(tensor), name) for name, tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters(remove_duplicate=False)
+        yield from self._model.named_buffers(remove_duplicate=False)
+
+    def refresh(self) -> None:
+        """Look up the model's tensors again: they may have been replaced since the last step."""
+        self.state.update(self._tensors())
+
+    def number(self, microbatch: Microbatch, what: str) -> int:
+        """The variant that runs a microbatch; traced now if there is none.
+
+        Raises BatchError, which begins with `what`, when it cannot be run beside the others.
+        """
+        self._follow_mode()
+        if not self.all:
+            return self._add(microbatch, what)
+        problem = mismatch(self.first.captured, microbatch)
+        if problem:
+            raise BatchError(f"{what} does not fit the example: {problem}")
+        tensors, fixed, _ = flatten(microbatch)
+        key = tuple(t.shape for _, t in tensors), tuple((n, repr(v)) for n, v in fixed)
+        if key not in self._numbers:
+            fits = (i for i, v in enumerate(self.all) if unfit(v.captured, microbatch) is None)
+            number = next(fits, None)
+            self._numbers[key] = self._add(microbatch, what) if number is None else number
+        return self._numbers[key]
+
+    def _follow_mode(self) -> None:
+        """Start anew if what a graph was traced with has changed: train(), requires_grad, dtype."""
+        mode = (
+            tuple(module.training for module in self._model.modules()),
+            tuple((p.requires_grad, p.dtype, p.device) for p in self._model.parameters()),
+        )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise CaptureError(
+                "autocast is on around the pipeline: its casts would not be part of the graph. "
+                "Convert the model instead, for example model.to(torch.bfloat16)"
+            )
+        if mode != self._mode:
+            self._mode = mode
+            self.generation += 1
+            self.all, self.graphs, self.state = [], [], {}
+            self._numbers.clear()
+            self._sizes.clear()
+            self.refresh()
+
+    def _add(self, microbatch: Microbatch, what: str) -> int:
+        if len(self.all) == LIMIT:
+            reason = unfit(self.all[-1].captured, microbatch)
+            raise BatchError(
+                f"{what} would be variant {LIMIT + 1} of this model: {reason}. The model's code "
+                "unrolls over that value; pad it to a few sizes"
+            )
+        lowered = lower(self._model, microbatch, **self._options)
+        if self.all:
+            difference = same_shape(self.first.cut, lowered.cut)
+            if difference:
+                raise BatchError(f"{what} takes another path through the model: {difference}")
+        self.all.append(lowered)
+        self.graphs.append(lowered.graphs)
+        device = next((tensor.device for _, tensor in self._tensors()), torch.device("cpu"))
+        constants = lowered.captured.constants
+        self.state.update((name, tensor.to(device)) for name, tensor in constants.items())
+        return len(self.all) - 1
+
+    def sizes(self, number: int, tensors: Sequence[Tensor]) -> Sizes:
+        """The symbols of a variant for tensors of these shapes; kept between steps."""
+        key = number, tuple(tensor.shape for tensor in tensors)
+        if key not in self._sizes:
+            self._sizes[key] = Sizes(self.all[number].captured, tensors)
+        return self._sizes[key]
