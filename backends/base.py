@@ -1,11 +1,13 @@
-"""What a backend is: a device, ranks, and a transport between them.
+"""What a backend is: a device, ranks, and a transport between them. A transport has
 
-send(peer, tensors, name) -> handle     starts at once, never waits for the peer
-sent(handle)                            waits until the tensors have left
-post(peer, specs, name) -> handle       receives come in the order of the peer's sends
-wait(handle) -> tensors                 each in memory of its own, contiguous
-reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
-share(numbers) -> numbers               float64, each nonzero on one rank only, then on all
+    send(peer, tensors, name) -> handle     starts at once, never waits for the peer
+    sent(handle)                            waits until the tensors have left
+    post(peer, specs, name) -> handle       receives come in the order of the peer's sends
+    wait(handle) -> tensors                 each in memory of its own, contiguous
+    reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
+    share(numbers, sizes) -> each rank's    float64; `sizes` says how many numbers each rank gives
+
+Handles are the transport's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +50,8 @@ class Transport(Protocol):
         """Sum a one-dimensional tensor over ranks, this one among them."""
         ...
 
-    def share(self, numbers: Tensor) -> Tensor:
-        """Give every rank what each of them put into its own places."""
+    def share(self, numbers: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Give every rank the numbers of each, in rank order; the last exchange of a step."""
         ...
 
 
@@ -71,13 +73,3 @@ class Backend(Protocol):
         Raises RankError on every rank if it raises on any.
         """
         ...
-
-
-def add_bits(numbers: Tensor) -> Tensor:
-    """float64 as int64: where all but one summand are zero, their sum keeps every bit."""
-    return numbers.view(torch.int64)
-
-
-def from_bits(numbers: Tensor) -> Tensor:
-    """int64 back to the float64 that it stands for."""
-    return numbers.view(torch.float64)

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.backends.base import LostError, Spec, Transport, add_bits, from_bits
+from fxpipe.backends.base import LostError, Spec, Transport
 from fxpipe.backends.device import Device
 from fxpipe.errors import RankError
 from fxpipe.table import Table
@@ -39,7 +39,7 @@ class Local:
         results: dict[int, T] = {}
 
         def rank_body(rank: int) -> None:
-            results[rank] = body(rank, _LocalTransport(rank, self.ranks, baton, wires))
+            results[rank] = body(rank, _LocalTransport(rank, baton, wires))
 
         baton.run(rank_body)
         return results
@@ -133,6 +133,7 @@ class _Wires:
         self.posted: dict[tuple[int, int], int] = {}
         self.sums: dict[tuple[str, int], dict[int, Tensor]] = {}
         self.totals: dict[tuple[str, int], Tensor] = {}
+        self.shared: dict[int, Tensor] = {}
 
 
 class _Receive(NamedTuple):
@@ -144,9 +145,8 @@ class _Receive(NamedTuple):
 class _LocalTransport:
     """The transport of one thread."""
 
-    def __init__(self, rank: int, ranks: int, baton: _Baton, wires: _Wires) -> None:
+    def __init__(self, rank: int, baton: _Baton, wires: _Wires) -> None:
         self._rank = rank
-        self._ranks = tuple(range(ranks))
         self._baton = baton
         self._wires = wires
         self._rounds: dict[str, int] = {}
@@ -186,9 +186,11 @@ class _LocalTransport:
             self._wires.totals[key] = total
         return self._wires.totals[key].clone()
 
-    def share(self, numbers: Tensor) -> Tensor:
-        total = self.reduce(add_bits(numbers), self._ranks, "the end of the step")
-        return from_bits(total)
+    def share(self, numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        shared = self._wires.shared
+        shared[self._rank] = numbers
+        self._baton.until(self._rank, lambda: len(shared) == len(sizes), "the end of the step")
+        return [shared[rank] for rank in range(len(sizes))]
 
 
 _Key = TypeVar("_Key")

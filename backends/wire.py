@@ -1,8 +1,8 @@
 """The transport of one process over torch.distributed.
 
-What a transfer carries is one payload of bytes: any dtype on any library, one message per transfer.
-A single tensor is its own payload and arrives in place; several are packed, and copied out again so
-that each lives no longer than it is needed.
+One message per transfer. A single tensor arrives in place; several are packed as bytes, and copied
+out again so that each lives no longer than it is needed. This is the hot path of a step: it calls
+the process groups' own methods, since `isend` and `irecv` check and translate first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.backends.base import LostError, Spec, add_bits, from_bits
+from fxpipe.backends.base import LostError, Spec
 
 _ALIGN = 16  # bytes: the largest element
+_LAST = 1  # tag of the last exchange of a step; transfers have 0
+# What every library can move; anything else travels as bytes.
+_PLAIN = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
 
 
 class Channel(NamedTuple):
@@ -60,15 +68,14 @@ class Wire:
 
     def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> Send:
         """Start a send of all tensors as one payload; nothing at all if that is empty."""
-        payload = _bytes(tensors[0]) if len(tensors) == 1 else pack(tensors, self._device)
+        payload = _message(tensors[0]) if len(tensors) == 1 else pack(tensors, self._device)
         if not payload.numel():
             return Send(None, payload, name)
         channel = self._channels[self._rank, peer]
         try:
-            work = dist.isend(payload, group=channel.group, group_dst=channel.target)
+            return Send(channel.group.send([payload], channel.target, 0), payload, name)
         except RuntimeError as error:
             raise LostError(f"{name} could not be sent ({error})") from error
-        return Send(work, payload, name)
 
     def sent(self, handle: Send) -> None:
         """Wait for the end of a send."""
@@ -86,7 +93,7 @@ class Wire:
             return Receive(None, buffer, specs, name)
         channel = self._channels[peer, self._rank]
         try:
-            work = dist.irecv(_bytes(buffer), group=channel.group, group_src=channel.source)
+            work = channel.group.recv([_message(buffer)], channel.source, 0)
         except RuntimeError as error:
             raise LostError(f"{name} could not be posted ({error})") from error
         return Receive(work, buffer, specs, name)
@@ -118,14 +125,33 @@ class Wire:
             raise LostError(f"{name} could not be summed over ranks {ranks} ({error})") from error
         return whole[: flat.numel()]
 
-    def share(self, numbers: Tensor) -> Tensor:
-        """Add the bits over all ranks."""
-        bits = add_bits(numbers).to(self._device)
+    def share(self, numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Everybody sends to everybody: half the latency of an all-gather where it is for a few."""
+        group = self._groups[tuple(range(len(sizes)))]
+        parts = [torch.zeros(size, dtype=torch.float64, device=self._device) for size in sizes]
+        parts[self._rank] = numbers.to(self._device)
         try:
-            dist.all_reduce(bits, group=self._groups[max(self._groups, key=len)])
+            if self._device.type == "cpu":
+                self._exchange(group, parts)
+            else:
+                self._gather(group, parts)
         except RuntimeError as error:
             raise LostError(f"the end of the step did not reach every rank ({error})") from error
-        return from_bits(bits.cpu())
+        return [part.cpu() for part in parts]
+
+    def _exchange(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> None:
+        peers = [rank for rank in range(len(parts)) if rank != self._rank]
+        works = [group.recv([parts[peer]], peer, _LAST) for peer in peers]
+        works += [group.send([parts[self._rank]], peer, _LAST) for peer in peers]
+        for work in works:
+            work.wait()
+
+    def _gather(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> None:
+        width = max(part.numel() for part in parts)
+        padded = [torch.nn.functional.pad(part, (0, width - part.numel())) for part in parts]
+        dist.all_gather([_bytes(p) for p in padded], _bytes(padded[self._rank].clone()), group)
+        for part, wide in zip(parts, padded, strict=True):
+            part.copy_(wide[: part.numel()])
 
 
 def _finish(work: dist.Work | None, name: str) -> None:
@@ -162,6 +188,10 @@ def unpack(buffer: Tensor, specs: Sequence[Spec]) -> Iterator[Tensor]:
         piece = buffer[start : start + nbytes(spec)]
         yield piece.view(dtype).view(shape).clone()
         start += _padded(nbytes(spec))
+
+
+def _message(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _PLAIN else _bytes(tensor)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -30,21 +30,26 @@ _EPOCH = time.time() - time.perf_counter()
 class Meter:
     """What one rank keeps of one stage: units (microbatches) and bytes, each storage once."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Sequence[Any]) -> None:
         self.peak_units = 0
         self.peak_bytes = 0
+        self._state = frozenset(_address(value) for value in state)
         self._units: dict[int, int] = {}
         self._storages: dict[int, tuple[int, int]] = {}  # address -> uses, bytes
         self._bytes = 0
 
-    def take(self, mb: int, kept: Sequence[Any], outside: Sequence[Any]) -> "Kept":
-        """The list that counts while it lives. Parameters and inputs are outside: not kept."""
-        ignored = {_address(value) for value in outside if isinstance(value, Tensor)}
-        tensors = (value for value in kept if isinstance(value, Tensor))
-        storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        counted = [address for address in storages if address not in ignored]
+    def take(self, mb: int, kept: Sequence[Any], feed: Sequence[Any]) -> "Kept":
+        """The list that counts while it lives. Parameters and inputs are not kept: others do."""
+        found = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in [v.untyped_storage() for v in kept if isinstance(v, Tensor)]
+        }
+        for value in feed:
+            if isinstance(value, Tensor):
+                found.pop(_address(value), None)
+        counted = [address for address in found if address not in self._state]
         for address in counted:
-            uses, size = self._storages.get(address, (0, storages[address]))
+            uses, size = self._storages.get(address, (0, found[address]))
             self._storages[address] = (uses + 1, size)
             self._bytes += 0 if uses else size
         self._units[mb] = self._units.get(mb, 0) + 1
@@ -136,12 +141,14 @@ class Rank:
         self.times[name] = (start, time.perf_counter())
         return [tuple([next(tensors) for _ in range(size)]) for size in sizes]
 
-    def keep(self, stage: str, mb: int, kept: list[Any], outside: Sequence[Any]) -> Kept:
+    def keep(
+        self, stage: str, mb: int, kept: list[Any], state: Sequence[Any], feed: Sequence[Any]
+    ) -> Kept:
         """A counted list of what an op keeps for the next."""
         meter = self.meters.get(stage)
         if meter is None:
-            meter = self.meters[stage] = Meter()
-        return meter.take(mb, kept, outside)
+            meter = self.meters[stage] = Meter(state)
+        return meter.take(mb, kept, feed)
 
     def reduce(self, name: str, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """The sum over ranks, in their order."""
@@ -159,19 +166,15 @@ class Step:
     losses: Tensor
     gradients: Grads
     table: Table
-    numbers: Tensor
+    numbers: Sequence[Tensor]
 
     @cached_property
     def timeline(self) -> Timeline:
         """Spans and peaks of every rank, as measured."""
-        table = self.table
-        pairs = self.numbers[_loss_slots(table) :].view(-1, 2).tolist()
-        count = sum(map(len, table.rows))
-        return Timeline(
-            table.cut,
-            tuple(_spans(table, pairs[:count])),
-            tuple(_peaks(table, pairs[count:])),
-        )
+        table, skip = self.table, len(_losses_of(self.table))
+        pairs = [numbers[skip:].view(-1, 2).tolist() for numbers in self.numbers]
+        spans, peaks = _spans(table, pairs), _peaks(table, pairs)
+        return Timeline(table.cut, tuple(spans), tuple(peaks))
 
 
 def run_step(
@@ -180,14 +183,16 @@ def run_step(
     """Run one step. Collective; raises RankError on every rank if any of them fails."""
     table = next(iter(programs.values())).table
     variants = frozenset(mb.variant for mb in batch)
+    sizes = [_size(table, rank) for rank in range(len(table.rows))]
 
-    def body(rank: int, transport: Transport) -> tuple[Tensor, Grads]:
+    def body(rank: int, transport: Transport) -> tuple[Sequence[Tensor], Grads]:
         running = Rank(rank, transport, variants)
         try:
             with torch.no_grad():
                 losses, gradients = programs[rank].module(running, *batch)
                 running.now = "the end of the step"
-                return transport.share(_numbers(programs[rank], running, losses)), gradients
+                numbers = _numbers(programs[rank], running, losses)
+                return transport.share(numbers, sizes), gradients
         except LostError as lost:
             raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
         except Exception as error:
@@ -209,30 +214,30 @@ def _failed(rank: int, op: str, error: Exception) -> str:
     )
 
 
-# A step ends with one exchange: [losses by stage and microbatch | start and end of every op of
-# every row | peaks by rank and stage], in which each rank has filled what it knows.
+# A step ends with one exchange, in which each rank gives
+# [losses by stage and microbatch | start and end of every op of its row | peaks by stage].
 
 
-def _loss_slots(table: Table) -> int:
-    return len(table.cut.stages) * table.microbatches
+def _losses_of(table: Table) -> range:
+    return range(len(table.cut.stages) * table.microbatches)
+
+
+def _size(table: Table, rank: int) -> int:
+    return len(_losses_of(table)) + 2 * len(table.rows[rank]) + 2 * len(table.cut.stages)
 
 
 def _numbers(program: Program, running: Rank, losses: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
-    table, rank = program.table, program.rank
-    ops, stages = list(map(len, table.rows)), len(table.cut.stages)
-    numbers = torch.zeros(_loss_slots(table) + 2 * sum(ops) + 2 * len(ops) * stages).double()
-    _write_losses(numbers, table, losses)
-    nothing = (-_EPOCH, -_EPOCH)
-    times = [time for token in program.tokens for time in running.times.get(token, nothing)]
-    start = _loss_slots(table) + 2 * sum(ops[:rank])
-    numbers[start : start + len(times)] = torch.tensor(times, dtype=torch.float64) + _EPOCH
-    start = _loss_slots(table) + 2 * sum(ops) + 2 * rank * stages
-    for index, name in enumerate(table.cut.stage):
-        if name in running.meters:
-            meter = running.meters[name]
-            numbers[start + 2 * index] = meter.peak_units
-            numbers[start + 2 * index + 1] = meter.peak_bytes
-    return numbers
+    numbers = [0.0 for _ in _losses_of(program.table)]
+    for token in program.tokens:
+        numbers += running.times.get(token, (-_EPOCH, -_EPOCH))
+    for stage in program.table.cut.stages:
+        meter = running.meters.get(stage.name)
+        numbers += (meter.peak_units, meter.peak_bytes) if meter else (0.0, 0.0)
+    result = torch.tensor(numbers, dtype=torch.float64)
+    slots = len(_losses_of(program.table))
+    result[slots : slots + 2 * len(program.tokens)] += _EPOCH
+    _write_losses(result, program.table, losses)
+    return result
 
 
 def _write_losses(numbers: Tensor, table: Table, losses: Mapping[str, tuple[Tensor, ...]]) -> None:
@@ -246,29 +251,32 @@ def _write_losses(numbers: Tensor, table: Table, losses: Mapping[str, tuple[Tens
     numbers[slots] = torch.stack([loss.double() for loss in found.values()]).cpu()
 
 
-def _losses(table: Table, numbers: Tensor) -> Tensor:
-    """[microbatches]: the stages' losses, added in the order of the stages."""
-    stages = numbers[: _loss_slots(table)].view(-1, table.microbatches)
+def _losses(table: Table, numbers: Sequence[Tensor]) -> Tensor:
+    """[microbatches]: the stages' losses, added in the order of the stages; one rank has each."""
+    count = len(_losses_of(table))
+    by_rank = torch.stack([own[:count].view(-1, table.microbatches) for own in numbers])
     total = torch.zeros(table.microbatches, dtype=torch.float64)
-    for losses in stages:
+    for losses in by_rank.sum(0):
         total = total + losses
     return total
 
 
-def _spans(table: Table, pairs: Sequence[Sequence[float]]) -> Iterator[Span]:
+def _spans(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Span]:
     """Compute ops as they ran; a transfer from the start of its send to the end of its receive."""
-    ops = [(rank, op) for rank, row in enumerate(table.rows) for op in row]
-    times = dict(zip(ops, pairs, strict=True))
+    times = {
+        (rank, op): time
+        for rank, row in enumerate(table.rows)
+        for op, time in zip(row, pairs[rank], strict=False)
+    }
     for (rank, op), (start, end) in times.items():
         if not op.way:
             yield Span(rank, op, start, end)
         elif op.way == ">" and op.peer is not None:
-            received = times[op.peer, op.value.source(rank)]
-            yield Span(rank, op, start, received[1])
+            yield Span(rank, op, start, times[op.peer, op.value.source(rank)][1])
 
 
-def _peaks(table: Table, pairs: Sequence[Sequence[float]]) -> Iterator[Peak]:
-    homes = [(rank, name) for rank in range(len(table.rows)) for name in table.cut.stage]
-    for (rank, name), (units, size) in zip(homes, pairs, strict=True):
-        if units:
-            yield Peak(rank, name, int(units), int(size))
+def _peaks(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Peak]:
+    for rank, row in enumerate(table.rows):
+        for stage, (units, size) in zip(table.cut.stages, pairs[rank][len(row) :], strict=True):
+            if units:
+                yield Peak(rank, stage.name, int(units), int(size))

@@ -44,8 +44,10 @@ class Running(Protocol):
     times: dict[str, tuple[float, float]]
     variants: frozenset[int]
 
-    def keep(self, stage: str, mb: int, kept: list[Any], outside: Sequence[Any]) -> list[Any]:
-        """`kept` as a list that is counted while it lives."""
+    def keep(
+        self, stage: str, mb: int, kept: list[Any], state: Sequence[Any], feed: Sequence[Any]
+    ) -> list[Any]:
+        """`kept` as a list that is counted while it lives; state and feed are not its own."""
         ...
 
     def reduce(self, name: str, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
@@ -56,7 +58,7 @@ class Running(Protocol):
 def engine(graph: Graphs, name: str) -> Graphs:
     """What runs a graph of a stage: the graph itself, or what inductor compiles it to."""
     if name == "aten":
-        return graph
+        return getattr(graph, "forward", graph)
     return partial(_unboxed, torch.compile(graph, dynamic=True))
 
 
@@ -116,7 +118,7 @@ class StageOp(nn.Module):
     ) -> Any:
         feed = mb.feed(graphs)
         sent, losses, kept = self._call(mb, graphs)(state, feed, received)
-        return (*sent, losses, rank.keep(self.stage, mb.index, kept, (*state, *feed)))
+        return (*sent, losses, rank.keep(self.stage, mb.index, kept, state, feed))
 
     def _inputs(
         self,
@@ -129,7 +131,7 @@ class StageOp(nn.Module):
     ) -> Any:
         feed = mb.feed(graphs)
         returned, later = self._call(mb, graphs)(state, feed, kept, wanted, mb.weight)
-        return (*returned, rank.keep(self.stage, mb.index, later, (*state, *feed)))
+        return (*returned, rank.keep(self.stage, mb.index, later, state, feed))
 
     def _weights(
         self,
