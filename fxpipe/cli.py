@@ -64,7 +64,7 @@ def simulate(file: _File, trace: _Trace = None) -> None:
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes.")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 50,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 40,
     schedule: _Schedule = AUTO,
     trace: Annotated[Path, typer.Option(help="Where to write the timeline.")] = Path(
         "fxpipe-demo.perfetto.json"

@@ -37,7 +37,7 @@ class Options:
     """What the command line says."""
 
     ranks: int = 2
-    steps: int = 50
+    steps: int = 40
     schedule: str = "auto"
     trace: Path = Path("fxpipe-demo.perfetto.json")
 
