@@ -11,6 +11,7 @@ The generated code drops each value after its last use: lifetimes need no store 
 
 import operator
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,18 +53,21 @@ def emit(
     state: Mapping[str, Tensor],
     *,
     engine: str = "aten",
+    ahead: int = 0,
 ) -> Program:
     """The program of a rank. Linear in the length of its row.
 
     variants: for each captured graph, name of stage -> its graphs; more may be appended later.
     state: name -> parameter, buffer or constant, looked up whenever an op runs.
+    ahead: how many receives of each channel are kept posted beyond what the row asks for; for
+    transports that allow it (`Backend.ahead`), so that a transfer never waits for its post.
     """
     held = [stage for stage in table.cut.stages if stage.rank in (None, rank)]
     names = dict.fromkeys(
         name for stage in held for graphs in variants for name in graphs[stage.name].state
     )
     root = _modules(table, held, variants, state, engine)
-    emitter = _Emitter(table, rank)
+    emitter = _Emitter(table, rank, ahead)
     for index, op in enumerate(table.rows[rank]):
         emitter.op(index, op)
     emitter.finish()
@@ -95,7 +99,7 @@ def _name(*parts: object) -> str:
 class _Emitter:
     """The graph so far, and the node of every value that is alive in it."""
 
-    def __init__(self, table: Table, rank: int) -> None:
+    def __init__(self, table: Table, rank: int, ahead: int) -> None:
         self.graph = fx.Graph()
         self._table = table
         self._rank = self.graph.placeholder("rank")
@@ -111,14 +115,29 @@ class _Emitter:
         self._losses: dict[str, fx.Node] = {}
         self._grads: dict[str, fx.Node] = {}
         self._reduced: list[fx.Node] = []
+        self._ahead = ahead
+        self._due: list[Op] = []
+        self._early: set[Op] = set()
+        self._unposted: dict[int | None, deque[Op]] = defaultdict(deque)
+        for op in self._row:
+            if op.way == "<":
+                self._unposted[op.peer].append(op)
+        for channel in self._unposted.values():
+            self._due += [channel.popleft() for _ in range(min(ahead, len(channel)))]
 
     def op(self, index: int, op: Op) -> None:
-        """Emit one op of the row."""
+        """Emit one op of the row, and before it what is due; but first of all let a value go."""
+        if op.way != ">":
+            for due in self._due:
+                self._post(due)
+            self._early.update(self._due)
+            self._due.clear()
         match op.way, op.kind:
             case ">", _:
                 self._send(index, op)
             case "<", _:
-                self._post(op)
+                if op not in self._early:
+                    self._post(self._unposted[op.peer].popleft())
             case _, Kind.R:
                 self._reduce(op)
             case _, Kind.F:
@@ -162,6 +181,8 @@ class _Emitter:
         for i, seam in enumerate(carried(self._table, op, self._here)):
             self._posts.pop(_key(seam, op))
             self._bundles[_key(seam, op)] = self._item(node, i, f"{base}_{_far_end(seam, op)}")
+        if self._ahead and self._unposted[op.peer]:
+            self._due.append(self._unposted[op.peer].popleft())
 
     def _read(self, index: int, seams: Iterable[Seam], op: Op) -> tuple[fx.Node, ...]:
         """The bundles that an op reads; whatever is still under way is waited for here."""
