@@ -22,9 +22,20 @@ from fxpipe.capture import Captured
 from fxpipe.cut import Kind
 from fxpipe.partition import Joint, Parts, partition
 from fxpipe.split import Stage, Stages
-from fxpipe.torch_internals import fake_mode, guarding, running_fake
+from fxpipe.torch_internals import fake_mode, guarding
 
 Pair = tuple[str, str]
+aten = torch.ops.aten
+_CUTS_GRADIENT = {
+    aten.detach.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def differentiate(captured: Captured, stages: Stages) -> Differentiated:
     graphs: dict[str, StageGraphs] = {}
     mode = fake_mode([n.meta["val"] for n in captured.graph.graph.nodes if n.op == "placeholder"])
     with guarding(mode):
-        needs = _needs_gradient(captured, stages, mode)
+        needs = _needs_gradient(captured, stages)
         for name in reversed(list(stages)):
             traced = _Trace(captured, stages, name, needs, grads, mode)
             joint = traced.joint()
@@ -80,16 +91,22 @@ def differentiate(captured: Captured, stages: Stages) -> Differentiated:
     return Differentiated(ordered, grads)
 
 
-def _needs_gradient(captured: Captured, stages: Stages, mode: Any) -> frozenset[str]:
-    """The crossing values that depend, differentiably, on a trained parameter."""
-    needs: set[str] = set()
-    for name in stages:
-        stage = stages[name]
-        inputs = _fake_inputs(captured, stage, needs, mode)
-        with running_fake(mode):
-            sent, _ = fx.Interpreter(stage.graph).run(*inputs)
-        needs.update(n for n, value in zip(stage.sent, sent, strict=True) if value.requires_grad)
-    return frozenset(needs)
+def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
+    """The crossing values that depend on a trained parameter through differentiable operators.
+
+    It may name a value too many, where an operator that is not in the list cuts the gradient; the
+    trace of the stage that makes it then finds that nothing wants its gradient.
+    """
+    needs: set[fx.Node] = set()
+    for node in captured.graph.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and captured.state.get(node.name) in captured.trained:
+            needs.add(node)
+        elif node.op == "call_function" and node.target not in _CUTS_GRADIENT:
+            floats = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            if floats and any(source in needs for source in node.all_input_nodes):
+                needs.add(node)
+    return frozenset(node.name for node in needs if node.name in stages.values)
 
 
 def _fake_inputs(
@@ -106,7 +123,8 @@ def _fake_inputs(
                 value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             if isinstance(value, Tensor):
                 wanted = node.name in needs or captured.state.get(node.name) in captured.trained
-                value = value.detach().requires_grad_(wanted and value.dtype.is_floating_point)
+                real = value.dtype.is_floating_point or value.dtype.is_complex
+                value = value.detach().requires_grad_(wanted and real)
             values.append(value)
     return values
 
@@ -186,8 +204,10 @@ class _Trace:
         tangents: dict[str, Tensor] = {}
         for (value, _), tangent in zip(self.wanted, wanted, strict=True):
             tangents[value] = tangents[value] + tangent if value in tangents else tangent
-        made = [by_name[name] for name in tangents] + [x for x in losses if x.requires_grad]
-        given = [*tangents.values(), *(weight.to(x.dtype) for x in losses if x.requires_grad)]
+        ends = [(by_name[name], tangent) for name, tangent in tangents.items()]
+        ends += [(loss, weight.to(loss.dtype)) for loss in losses]
+        made = [value for value, _ in ends if value.requires_grad]
+        given = [tangent for value, tangent in ends if value.requires_grad]
         targets = [
             leaf for name, leaf in zip(self.names, leaves, strict=True) if name in self.targets
         ]

@@ -1,6 +1,6 @@
-"""One variant of a model, lowered: captured, cut into regions and stages, differentiated.
+"""One variant of a model, lowered: cut into regions and stages, differentiated.
 
-    lower(model, microbatch, layout) -> Lowered
+    lower(captured, microbatch, schedule=..., ranks=...) -> Lowered
 
 Nothing is written back: each level is a record that reads only the records above it, and the last
 of them, the Cut, is all that scheduling ever sees.
@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
-
 from fxpipe import cut as cuts
 from fxpipe.bind import solve
-from fxpipe.capture import Captured, LossFn, capture
-from fxpipe.cut import Cut, Kind, Layout, Role, Seam
+from fxpipe.capture import Captured
+from fxpipe.cut import Cut, Layout, Role, Seam
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate
 from fxpipe.passes.regions import Regions, find_regions
@@ -33,6 +31,7 @@ class Lowered:
     staging: Staging
     stages: Stages
     graphs: Mapping[str, StageGraphs]
+    plan: Plan
     cut: Cut
 
     @cached_property
@@ -42,26 +41,28 @@ class Lowered:
 
 
 def lower(
-    model: nn.Module,
+    captured: Captured,
     microbatch: Microbatch,
     *,
     schedule: str,
     ranks: int,
     given: Mapping[str, Sequence[str]] | None = None,
-    loss_fn: LossFn | None = None,
 ) -> Lowered:
-    """Lower a model for a schedule, with one microbatch as the example."""
-    captured = capture(model, microbatch, loss_fn)
-    tensors = [tensor for _, tensor in flatten(microbatch)[0]]
-    symbols, _ = solve(captured.leaves, tensors)
+    """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch."""
+    symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
     regions = find_regions(captured, symbols, given)
-    named = {role: [n for n, r in regions.roles.items() if r is role] for role in Role}
-    plan = layout(schedule, ranks, named[Role.ENCODER], named[Role.GENERATOR])
+    plan = plan_for(regions, schedule, ranks)
     staging = assign_stages(captured, regions, symbols, len(plan.backbone))
     stages = split(captured, staging)
     parts = differentiate(captured, stages)
     cut = _cut(captured, regions, staging, stages, parts, plan, ranks)
-    return Lowered(captured, regions, staging, stages, parts.graphs, cut)
+    return Lowered(captured, regions, staging, stages, parts.graphs, plan, cut)
+
+
+def plan_for(regions: Regions, schedule: str, ranks: int) -> Plan:
+    """Where the schedule wants these regions to live."""
+    named = {role: [n for n, r in regions.roles.items() if r is role] for role in Role}
+    return layout(schedule, ranks, named[Role.ENCODER], named[Role.GENERATOR])
 
 
 def _cut(
@@ -125,8 +126,3 @@ def same_shape(first: Cut, other: Cut) -> str | None:
     if first.shared != other.shared:
         return f"it shares parameters over {other.shared}, the example over {first.shared}"
     return None
-
-
-def trains(lowered: Lowered) -> bool:
-    """Whether any stage has a backward."""
-    return any(Kind.W in graphs.kinds for graphs in lowered.graphs.values())

@@ -80,7 +80,7 @@ def compile(
         raise BatchError(f"microbatches={microbatches}; a step needs at least one")
     where = choose(backend, ranks, mesh)
     variants = Variants(model, schedule, where.ranks, regions, loss_fn)
-    pipe = Pipe(model, variants, where, microbatches, engine)
+    pipe = Pipe(model, variants, where, microbatches, engine, example)
     if example is not None:
         variants.number(example, "the example")
     return pipe
@@ -96,12 +96,14 @@ class Pipe:
         backend: Backend,
         microbatches: int | None,
         engine: str,
+        example: Microbatch | None,
     ) -> None:
         self.model = model
         self.backend = backend
         self._variants = variants
         self._microbatches = microbatches
         self._engine = engine
+        self._example = example
         self._tables: dict[tuple[Cut, int], Table] = {}
         self._programs: dict[tuple[int, int, int], Program] = {}
         self._last: Step | None = None
@@ -129,6 +131,19 @@ class Pipe:
         self._last = run_step(self.backend, programs, bound, factors.dtype)
         self._accumulate(self._last.gradients)
         return Result(self._last.losses, factors.cpu())
+
+    def reschedule(self, schedule: str, ranks: int | None = None) -> "Pipe":
+        """The same model under another schedule, or, in one process, on another number of ranks.
+
+        What is traced already is not traced again, so that schedules can be compared quickly.
+        """
+        Schedule.parse(schedule)
+        where = self.backend if ranks is None else choose(self.backend.name, ranks)
+        variants = self._variants.rescheduled(schedule, where.ranks)
+        pipe = Pipe(self.model, variants, where, self._microbatches, self._engine, self._example)
+        if self._example is not None:
+            variants.number(self._example, "the example")
+        return pipe
 
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         dtype = self._variants.loss_dtype

@@ -5,12 +5,11 @@ Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.function import Function
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -39,18 +38,6 @@ def guarding(mode: AbstractContextManager[Any]) -> Iterator[None]:
     finally:
         if env is not None:
             env.frozen = frozen
-
-
-@contextmanager
-def running_fake(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run operators on fake tensors with symbolic sizes, with gradients recorded.
-
-    Numbers read from tensors get symbols that nobody looks at afterwards.
-    """
-    env = getattr(mode, "shape_env", None)
-    ignoring = nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
-    with mode, enable_python_dispatcher(), torch.enable_grad(), ignoring:
-        yield
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:

@@ -6,17 +6,16 @@ comes. All of them share one cut, so that one table and one program run any mixt
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Sizes, mismatch, unfit
-from fxpipe.capture import LossFn
+from fxpipe.capture import LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, same_shape
+from fxpipe.lower import Lowered, lower, plan_for, same_shape
 
 LIMIT = 16
 
@@ -31,22 +30,26 @@ class Variants:
         ranks: int,
         given: Mapping[str, Sequence[str]] | None,
         loss_fn: LossFn | None,
+        known: list[tuple[object, Lowered]] | None = None,
     ) -> None:
         self.schedule = schedule
+        self.ranks = ranks
         self.generation = 0
         self.all: list[Lowered] = []
         self.graphs: list[Mapping[str, StageGraphs]] = []
         self.state: dict[str, Tensor] = {}
         self._model = model
-        self._options: dict[str, Any] = {
-            "schedule": schedule,
-            "ranks": ranks,
-            "given": given,
-            "loss_fn": loss_fn,
-        }
+        self._given = given
+        self._loss_fn = loss_fn
+        # Everything lowered so far, with the mode that it was traced in: also by other schedules.
+        self._known: list[tuple[object, Lowered]] = [] if known is None else known
         self._mode: tuple[object, ...] = ()
         self._numbers: dict[object, int] = {}
         self._sizes: dict[object, Sizes] = {}
+
+    def rescheduled(self, schedule: str, ranks: int) -> "Variants":
+        """The same model for another schedule; what is traced already is not traced again."""
+        return Variants(self._model, schedule, ranks, self._given, self._loss_fn, self._known)
 
     def __getitem__(self, number: int) -> Lowered:
         return self.all[number]
@@ -125,7 +128,7 @@ class Variants:
                 f"{what} would be variant {LIMIT + 1} of this model: {reason}. The model's code "
                 "unrolls over that value; pad it to a few sizes"
             )
-        lowered = lower(self._model, microbatch, **self._options)
+        lowered = self._lowered(microbatch)
         if self.all:
             difference = same_shape(self.first.cut, lowered.cut)
             if difference:
@@ -136,6 +139,26 @@ class Variants:
         constants = lowered.captured.constants
         self.state.update((name, tensor.to(device)) for name, tensor in constants.items())
         return len(self.all) - 1
+
+    def _lowered(self, microbatch: Microbatch) -> Lowered:
+        """A graph that is known already and fits, or one that is made now."""
+        captured = None
+        for mode, known in self._known:
+            fits = mode == self._mode and not mismatch(known.captured, microbatch)
+            if fits and unfit(known.captured, microbatch) is None:
+                captured = known.captured
+                plan = plan_for(known.regions, self.schedule, self.ranks)
+                if known.cut.ranks == self.ranks and known.plan == plan:
+                    return known
+        made = lower(
+            captured or capture(self._model, microbatch, self._loss_fn),
+            microbatch,
+            schedule=self.schedule,
+            ranks=self.ranks,
+            given=self._given,
+        )
+        self._known.append((self._mode, made))
+        return made
 
     def sizes(self, number: int, tensors: Sequence[Tensor]) -> Sizes:
         """The symbols of a variant for tensors of these shapes; kept between steps."""
