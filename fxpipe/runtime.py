@@ -189,7 +189,7 @@ def run_step(
         running = Rank(rank, transport, variants)
         try:
             with torch.no_grad():
-                losses, gradients = programs[rank].module(running, *batch)
+                losses, gradients = programs[rank].module.forward(running, *batch)
                 running.now = "the end of the step"
                 numbers = _numbers(programs[rank], running, losses)
                 return transport.share(numbers, sizes), gradients

@@ -118,7 +118,7 @@ class Opaque:
             made, given = self._given(kept[-1], wanted, weight)
         kept.clear()
         wrt = [state[self.state.index(name)] for name in self.trained]
-        return tuple(torch.autograd.grad(made, wrt, given))
+        return tuple(torch.autograd.grad(made, wrt, given)) if wrt else ()
 
 
 def stages(ranks: int) -> Stages:

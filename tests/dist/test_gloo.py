@@ -42,13 +42,13 @@ def _start(rank: int, body: Callable[..., Any], ranks: int, folder: Path) -> Non
 def _steps(rank: int, ranks: int) -> Any:
     steps = {case: handmade.run(choose("gloo"), *case) for case in CASES}
     spans = len(steps[8, "nested/1f1b"].timeline.spans)
+    with pytest.raises(BackendError, match=f"the world has {ranks} ranks; start 5 processes"):
+        choose("gloo", ranks=5)
     return {case: (step.losses, step.gradients) for case, step in steps.items()}, spans
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gloo_gives_the_bits_of_local(ranks: int, tmp_path: Path) -> None:
+def _same_bits(found: list[Any], ranks: int) -> None:
     torch.set_num_threads(1)
-    found = processes(_steps, ranks, tmp_path)
     for case in CASES:
         local = handmade.run(choose("local", ranks), *case)
         seen = set()
@@ -62,53 +62,63 @@ def test_gloo_gives_the_bits_of_local(ranks: int, tmp_path: Path) -> None:
         assert seen == local.gradients.keys()
 
 
-def _break(stages: dict[str, Any]) -> None:
+def _broken(end: Callable[[], Any]) -> Callable[[dict[str, Any]], None]:
     class Broken(handmade.Opaque):
         def B(self, *args: Any) -> Any:  # noqa: N802
-            raise ArithmeticError("no such luck")
+            return end()
 
-    llm1 = stages["llm1"]
-    stages["llm1"] = Broken(llm1.stage, llm1.function, llm1.state, llm1.trained)
-
-
-def _kill(stages: dict[str, Any]) -> None:
-    class Dying(handmade.Opaque):
-        def B(self, *args: Any) -> Any:  # noqa: N802
-            os._exit(0)
-
-    if dist.get_rank() == 1:
+    def change(stages: dict[str, Any]) -> None:
         llm1 = stages["llm1"]
-        stages["llm1"] = Dying(llm1.stage, llm1.function, llm1.state, llm1.trained)
+        stages["llm1"] = Broken(llm1.stage, llm1.function, llm1.state, llm1.trained)
+
+    return change
 
 
-def _fail(rank: int, ranks: int) -> Any:
+def _fail() -> None:
+    raise ArithmeticError("no such luck")
+
+
+def _failures(rank: int, ranks: int) -> Any:
+    """A step in which rank 1 fails, another on the same backend, and one on a new backend."""
     backend, messages, seconds = choose("gloo"), [], []
-    for change in (_break, lambda stages: None):
+    for change in (_broken(_fail), lambda stages: None):
         start = time.monotonic()
         with pytest.raises(RankError) as error:
             handmade.run(backend, 4, change=change)
         messages.append(str(error.value))
         seconds.append(time.monotonic() - start)
-    again = handmade.run(choose("gloo"), 2).losses
-    with pytest.raises(BackendError, match="the world has 3 ranks"):
-        choose("gloo", ranks=5)
-    torch.distributed.barrier()
-    return messages, seconds, again
+    return messages, seconds, handmade.run(choose("gloo"), 2).losses
 
 
-def test_a_failing_rank_stops_all_with_its_own_words(tmp_path: Path) -> None:
-    for (first, second), seconds, again in processes(_fail, 3, tmp_path):
+def _say_failures(found: list[Any], ranks: int) -> None:
+    again = handmade.run(choose("local", ranks), 2).losses
+    for (first, second), seconds, losses in found:
         assert "rank 1 failed in llm1.B0: ArithmeticError: no such luck" in first
         assert "an earlier step failed" in second
         assert max(seconds) < 4
-        assert torch.equal(again, handmade.run(choose("local", 3), 2).losses)
+        assert torch.equal(losses, again)
+
+
+def test_gloo_gives_the_bits_of_local(tmp_path: Path) -> None:
+    _same_bits(processes(_steps, 2, tmp_path), 2)
+
+
+def _both(rank: int, ranks: int) -> Any:
+    return _steps(rank, ranks), _failures(rank, ranks)
+
+
+def test_four_ranks_give_the_bits_of_local_and_fail_together(tmp_path: Path) -> None:
+    found = processes(_both, 4, tmp_path)
+    _same_bits([steps for steps, _ in found], 4)
+    _say_failures([failures for _, failures in found], 4)
 
 
 def _die(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    change = _broken(lambda: os._exit(0)) if rank == 1 else lambda stages: None
     with pytest.raises(RankError) as error:
-        handmade.run(choose("gloo"), 4, change=_kill)
+        handmade.run(choose("gloo"), 4, change=change)
     (folder / f"message{rank}").write_text(str(error.value))
     os._exit(0)
 
