@@ -55,7 +55,8 @@ def run(options: Options, console: Console | None = None) -> int:
             with _bars(console) as bars:
                 outcome = _train(setup, bars)
         except ProcessException as error:
-            console.print(f"[red]a rank failed[/red]\n{error}", markup=False)
+            console.print("[red]a rank failed[/red]")
+            console.print(str(error), markup=False, soft_wrap=True)
             return 1
     show.report(console, setup, outcome)
     console.print(f"whole demo: {time.perf_counter() - started:.0f} s")
