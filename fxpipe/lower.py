@@ -30,9 +30,14 @@ class Lowered:
     regions: Regions
     staging: Staging
     stages: Stages
-    graphs: Mapping[str, StageGraphs]
+    parts: Differentiated
     plan: Plan
     cut: Cut
+
+    @property
+    def graphs(self) -> Mapping[str, StageGraphs]:
+        """F, B and W of each stage."""
+        return self.parts.graphs
 
     @cached_property
     def seam(self) -> dict[tuple[str, str], Seam]:
@@ -55,8 +60,28 @@ def lower(
     staging = assign_stages(captured, regions, symbols, len(plan.backbone))
     stages = split(captured, staging)
     parts = differentiate(captured, stages)
+    return _placed(captured, regions, staging, stages, parts, plan, ranks)
+
+
+def moved(lowered: Lowered, plan: Plan, ranks: int) -> Lowered:
+    """The same stages on other ranks; nothing is traced or differentiated again."""
+    known = lowered
+    return _placed(
+        known.captured, known.regions, known.staging, known.stages, known.parts, plan, ranks
+    )
+
+
+def _placed(
+    captured: Captured,
+    regions: Regions,
+    staging: Staging,
+    stages: Stages,
+    parts: Differentiated,
+    plan: Plan,
+    ranks: int,
+) -> Lowered:
     cut = _cut(captured, regions, staging, stages, parts, plan, ranks)
-    return Lowered(captured, regions, staging, stages, parts.graphs, plan, cut)
+    return Lowered(captured, regions, staging, stages, parts, plan, cut)
 
 
 def plan_for(regions: Regions, schedule: str, ranks: int) -> Plan:

@@ -15,7 +15,7 @@ from fxpipe.capture import LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, plan_for, same_shape
+from fxpipe.lower import Lowered, lower, moved, plan_for, same_shape
 
 LIMIT = 16
 
@@ -144,12 +144,13 @@ class Variants:
         """A graph that is known already and fits, or one that is made now."""
         captured = None
         for mode, known in self._known:
-            fits = mode == self._mode and not mismatch(known.captured, microbatch)
-            if fits and unfit(known.captured, microbatch) is None:
+            if mode != self._mode or mismatch(known.captured, microbatch):
+                continue
+            if unfit(known.captured, microbatch) is None:
                 captured = known.captured
                 plan = plan_for(known.regions, self.schedule, self.ranks)
-                if known.cut.ranks == self.ranks and known.plan == plan:
-                    return known
+                if len(known.plan.backbone) == len(plan.backbone):
+                    return moved(known, plan, self.ranks)
         made = lower(
             captured or capture(self._model, microbatch, self._loss_fn),
             microbatch,
