@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from fxpipe.dataflow import is_in_place, is_view
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
@@ -177,11 +178,11 @@ def _captured(
     fixed: tuple[tuple[str, object], ...],
     structure: Any,
 ) -> Captured:
-    module = functionalise(inline_no_grad(exported.graph_module))
     labels, constants = _labels(model, exported, names)
+    _refuse_writes(exported, labels)
+    module = functionalise(inline_no_grad(exported.graph_module))
     module, state = _tidy(module, labels)
     module = loss_terms(module)
-    _refuse_updated_buffers(module, state)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node for node in holders if node.name not in state]
     parameters = dict(model.named_parameters())
@@ -260,14 +261,28 @@ def _tidy(
     return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
 
 
-def _refuse_updated_buffers(module: fx.GraphModule, state: Mapping[str, str]) -> None:
-    """Running statistics would depend on the order and the place of microbatches."""
-    for node in module.graph.nodes:
-        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-            running = node.args[3]
-            if isinstance(running, fx.Node):
-                raise CaptureError(
-                    f"buffer {state[running.name]}: batch normalisation in training mode updates it "
-                    "in every microbatch. Call .eval() on that module, or use "
-                    "track_running_stats=False, GroupNorm or LayerNorm"
-                )
+def _refuse_writes(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> None:
+    """State and inputs that forward changes would depend on the order and place of microbatches."""
+    holders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    label = dict(zip(holders, labels, strict=True))
+    for node in exported.graph.nodes:
+        written = _written(node)
+        while written is not None and written not in label:
+            sources = written.all_input_nodes
+            written = sources[0] if is_view(written) and sources else None
+        if written is None:
+            continue
+        name, is_state = label[written]
+        raise CaptureError(
+            f"{'buffer' if is_state else 'argument'} {name} is changed by forward ({node.target}), "
+            "in every microbatch. Batch normalisation: call .eval() on that module, or use "
+            "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
+        )
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node changes, if it is a tensor of the graph."""
+    if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+        return node.args[3] if isinstance(node.args[3], fx.Node) else None
+    first = node.args[0] if node.args else None
+    return first if is_in_place(node) and isinstance(first, fx.Node) else None

@@ -121,6 +121,21 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result shares its input's storage."""
+    if node.target is aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    returns = schema.returns if schema is not None else ()
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node changes one of its inputs; detaching in place changes no value."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
+
+
 def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> tuple[int, ...]:
     """A traced tensor's shape for one microbatch; sizes that depend on data count as 64."""
     shape = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.bundles import bundled
-from fxpipe.dataflow import is_random
+from fxpipe.dataflow import is_random, is_view
 from fxpipe.split import Stage
 from fxpipe.torch_internals import expression, is_unbacked
 
@@ -166,15 +166,15 @@ class _Partition:
         """A view's base; a value that is no view stands for itself."""
         if node in self.free:
             return []
-        if _is_view(node) or (_is_item(node) and _is_view(self._inputs(node)[0])):
+        if is_view(node) or (_is_item(node) and is_view(self._inputs(node)[0])):
             return [base for source in self._inputs(node) for base in self._bases(source)]
         return [node]
 
     def _obtainable(self, node: fx.Node, kept: set[fx.Node], depth: int = 0) -> bool:
         if node in self.free or (node in kept and depth):
             return True
-        again = node.op == "call_function" and (_is_cheap(node) or _is_view(node))
-        again = again or (_is_item(node) and _is_view(self._inputs(node)[0]))
+        again = node.op == "call_function" and (_is_cheap(node) or is_view(node))
+        again = again or (_is_item(node) and is_view(self._inputs(node)[0]))
         return (
             again
             and depth < 8
@@ -322,15 +322,6 @@ def _is_size(node: fx.Node) -> bool:
 
 def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node's result shares its input's storage."""
-    if node.target is aten._unsafe_view.default:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    returns = schema.returns if schema is not None else ()
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _is_cheap(node: fx.Node) -> bool:

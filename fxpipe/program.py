@@ -42,6 +42,14 @@ class Program:
         """The names of the ops of its row."""
         return tuple(map(str, self.table.rows[self.rank]))
 
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """`llm1.F0` -> the place of its loss among those of all stages and microbatches."""
+        places = {name: index for index, name in enumerate(self.table.cut.stage)}
+        count = self.table.microbatches
+        forwards = (op for op in self.table.rows[self.rank] if op.kind is Kind.F and not op.way)
+        return {str(op): places[op.stage] * count + (op.mb or 0) for op in forwards}
+
     def __str__(self) -> str:
         return self.module.code.strip()
 
@@ -117,6 +125,7 @@ class _Emitter:
         self._reduced: list[fx.Node] = []
         self._ahead = ahead
         self._due: list[Op] = []
+        self._arrived: list[int] = []
         self._early: set[Op] = set()
         self._unposted: dict[int | None, deque[Op]] = defaultdict(deque)
         for op in self._row:
@@ -126,12 +135,9 @@ class _Emitter:
             self._due += [channel.popleft() for _ in range(min(ahead, len(channel)))]
 
     def op(self, index: int, op: Op) -> None:
-        """Emit one op of the row, and before it what is due; but first of all let a value go."""
+        """Emit one op of the row, and before it what is due; but what a peer waits for first."""
         if op.way != ">":
-            for due in self._due:
-                self._post(due)
-            self._early.update(self._due)
-            self._due.clear()
+            self._catch_up()
         match op.way, op.kind:
             case ">", _:
                 self._send(index, op)
@@ -147,8 +153,18 @@ class _Emitter:
             case _, Kind.W:
                 self._weights(index, op)
 
+    def _catch_up(self) -> None:
+        for op in self._due:
+            self._post(op)
+        for index in self._arrived:
+            self._sent(index)
+        self._early.update(self._due)
+        self._due.clear()
+        self._arrived.clear()
+
     def finish(self) -> None:
         """Wait for the sends that are still under way, and return what the step gives."""
+        self._catch_up()
         for index in list(self._sends):
             self._sent(index)
         grads = (self._in_order(self._grads), tuple(self._reduced))
@@ -190,8 +206,7 @@ class _Emitter:
         for seam in seams:
             if _key(seam, op) in self._posts:
                 self._wait(*self._posts[_key(seam, op)])
-        for over in self._over.get(index, ()):
-            self._sent(over)
+        self._arrived += self._over.get(index, ())
         return tuple(self._bundles[_key(seam, op)] for seam in seams)
 
     def _forward(self, index: int, op: Op) -> None:

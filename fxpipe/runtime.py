@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxpipe.cut import Kind
 from fxpipe.errors import RankError
 from fxpipe.program import Program
 from fxpipe.stageop import Grads
-from fxpipe.table import Op, Table
+from fxpipe.table import Table
 from fxpipe.timeline import Peak, Span, Timeline
 
 # perf_counter counts from a moment of its own; with this it is the time of day, as on other hosts.
@@ -107,39 +108,38 @@ class Rank:
         self.times: dict[str, tuple[float, float]] = {}
         self.variants = variants
         self.meters: dict[str, Meter] = {}
-        self._rank = rank
+        self.sent = transport.sent
         self._transport = transport
 
     def send(self, peer: int, bundles: tuple[tuple[Tensor, ...], ...], name: str) -> Any:
         """Start to send bundles to a rank."""
         self.now = name
         start = time.perf_counter()
-        tensors = [tensor for bundle in bundles for tensor in bundle]
-        handle = self._transport.send(peer, tensors, name)
         self.times[name] = (start, start)
-        return handle
-
-    def sent(self, handle: Any) -> None:
-        """Wait until what was sent has left."""
-        self._transport.sent(handle)
+        if len(bundles) == 1:
+            return self._transport.send(peer, bundles[0], name)
+        return self._transport.send(peer, [value for bundle in bundles for value in bundle], name)
 
     def post(
         self, peer: int, mb: Bound, kind: str, seams: tuple[tuple[str, str], ...], name: str
-    ) -> tuple[Any, list[int], float, str]:
+    ) -> tuple[Any, list[int], str]:
         """Post the receive of the bundles of these seams from a rank."""
         self.now = name
         specs = [mb.spec(source, target, Kind(kind)) for source, target in seams]
-        flat = [spec for bundle in specs for spec in bundle]
-        handle = self._transport.post(peer, flat, name)
-        return handle, [len(bundle) for bundle in specs], time.perf_counter(), name
+        flat = specs[0] if len(specs) == 1 else [spec for bundle in specs for spec in bundle]
+        return self._transport.post(peer, flat, name), [len(bundle) for bundle in specs], name
 
-    def wait(self, posted: tuple[Any, list[int], float, str]) -> list[tuple[Tensor, ...]]:
+    def wait(self, posted: tuple[Any, list[int], str]) -> Sequence[Sequence[Tensor]]:
         """Wait for a posted receive; its bundles."""
-        handle, sizes, start, name = posted
+        handle, sizes, name = posted
         self.now = name
-        tensors = iter(self._transport.wait(handle))
+        start = time.perf_counter()
+        tensors = self._transport.wait(handle)
         self.times[name] = (start, time.perf_counter())
-        return [tuple([next(tensors) for _ in range(size)]) for size in sizes]
+        if len(sizes) == 1:
+            return (tensors,)
+        values = iter(tensors)
+        return [tuple(islice(values, size)) for size in sizes]
 
     def keep(
         self, stage: str, mb: int, kept: list[Any], state: Sequence[Any], feed: Sequence[Any]
@@ -236,29 +236,27 @@ def _numbers(program: Program, running: Rank, losses: Mapping[str, tuple[Tensor,
     result = torch.tensor(numbers, dtype=torch.float64)
     slots = len(_losses_of(program.table))
     result[slots : slots + 2 * len(program.tokens)] += _EPOCH
-    _write_losses(result, program.table, losses)
+    _write_losses(result, program, losses)
     return result
 
 
-def _write_losses(numbers: Tensor, table: Table, losses: Mapping[str, tuple[Tensor, ...]]) -> None:
+def _write_losses(
+    numbers: Tensor, program: Program, losses: Mapping[str, tuple[Tensor, ...]]
+) -> None:
     """The terms of each microbatch, summed per stage in the order in which the model adds them."""
     found = {token: sum(terms[1:], start=terms[0]) for token, terms in losses.items() if terms}
     if not found:
         return
-    places = {name: index for index, name in enumerate(table.cut.stage)}
-    ops = [Op.parse(token) for token in found]
-    slots = [places[op.stage] * table.microbatches + (op.mb or 0) for op in ops]
+    slots = [program.slots[token] for token in found]
     numbers[slots] = torch.stack([loss.double() for loss in found.values()]).cpu()
 
 
 def _losses(table: Table, numbers: Sequence[Tensor]) -> Tensor:
     """[microbatches]: the stages' losses, added in the order of the stages; one rank has each."""
-    count = len(_losses_of(table))
-    by_rank = torch.stack([own[:count].view(-1, table.microbatches) for own in numbers])
-    total = torch.zeros(table.microbatches, dtype=torch.float64)
-    for losses in by_rank.sum(0):
-        total = total + losses
-    return total
+    slots, count = _losses_of(table), table.microbatches
+    by_rank = zip(*[own[: len(slots)].tolist() for own in numbers], strict=True)
+    found = [sum(ranks) for ranks in by_rank]
+    return torch.tensor([sum(found[mb::count]) for mb in range(count)], dtype=torch.float64)
 
 
 def _spans(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Span]:

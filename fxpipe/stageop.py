@@ -92,8 +92,9 @@ class StageOp(nn.Module):
         }
         self._run = runs[kind]
 
-    def forward(self, rank: Running, mb: "Bound", *args: Any) -> Any:
-        """Run the graph of the microbatch's variant, and note when."""
+    def __call__(self, rank: Running, mb: "Bound", *args: Any) -> Any:
+        """Run the graph of the microbatch's variant, and note when. (Not `forward`: a module's own
+        call looks for hooks first, and that takes longer than all of this.)"""
         rank.now = token = f"{self.stage}.{self.kind}{mb.index}"
         start = perf_counter()
         graphs = self._variants[mb.variant][self.stage]

@@ -10,8 +10,10 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch.autograd.function import Function
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 
@@ -87,3 +89,8 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with `function` applied to every leaf."""
     return pytree.tree_map(function, value)
+
+
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two traced tensors lie in the same memory."""
+    return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage())

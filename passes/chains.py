@@ -29,7 +29,7 @@ class Chain:
 def find_chains(graph: fx.Graph) -> list[Chain]:
     """The outermost chains of a graph, in order of execution; no node is in two of them."""
     lists = _numbered_children(graph)
-    chains = {parent: _chain(graph, parent, found) for parent, found in lists.items()}
+    chains = {parent: _chain(parent, found) for parent, found in lists.items()}
     serial = {p: c for p, c in chains.items() if len(c.blocks) > 1 and _is_serial(graph, c)}
     single = {p: c for p, c in chains.items() if len(c.blocks) == 1}
     accepted: dict[str, Chain] = {}
@@ -41,6 +41,8 @@ def find_chains(graph: fx.Graph) -> list[Chain]:
     for parent in sorted(single, key=len, reverse=True):
         if not _inside(parent, accepted) and not _holds(parent, accepted):
             accepted[parent] = single[parent]
+    if not accepted:
+        accepted = {chain.parent: chain for chain in _children(graph)}
     order = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(accepted.values(), key=lambda chain: order[chain.blocks[0][0]])
 
@@ -56,7 +58,22 @@ def _numbered_children(graph: fx.Graph) -> Mapping[str, Mapping[str, list[fx.Nod
     return lists
 
 
-def _chain(graph: fx.Graph, parent: str, found: Mapping[str, list[fx.Node]]) -> Chain:
+def _children(graph: fx.Graph) -> list[Chain]:
+    """In a model without numbered blocks: the modules that run one after another, as blocks."""
+    paths = [path(node).split(".") for node in calls(graph) if path(node)]
+    depth = 0
+    while paths and all(len(p) > depth + 1 and p[: depth + 1] == paths[0][: depth + 1] for p in paths):
+        depth += 1
+    found: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in calls(graph):
+        parts = path(node).split(".")
+        if path(node) and len(parts) > depth:
+            found[parts[depth]].append(node)
+    chain = Chain(".".join(paths[0][:depth]) if paths else "", tuple(map(tuple, found.values())))
+    return [chain] if len(chain.blocks) > 1 and _is_serial(graph, chain) else []
+
+
+def _chain(parent: str, found: Mapping[str, list[fx.Node]]) -> Chain:
     return Chain(parent, tuple(tuple(nodes) for nodes in found.values()))
 
 

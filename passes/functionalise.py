@@ -6,60 +6,221 @@ after   s = select(x, 1, 0); s2 = fill(s, 0); x2 = select_scatter(x, s2, 1, 0); 
 A stage may then end between a write and a later read of the same storage.
 """
 
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import preserve_node_meta
+from torch import Tensor, fx
 
+from fxpipe.dataflow import aten, is_in_place, is_view, path
 from fxpipe.errors import CaptureError
-from fxpipe.torch_internals import fake_mode, guarding
-
-_HARMLESS = {torch.ops.aten.detach_.default: torch.ops.aten.detach.default}
+from fxpipe.torch_internals import share_storage
 
 
 def functionalise(module: fx.GraphModule) -> fx.GraphModule:
-    """The same computation without in-place operators; names of origin are kept."""
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    for node in graph.nodes:
-        node.target = _HARMLESS.get(node.target, node.target)
-    plain = fx.GraphModule(module, graph)
-    return _retraced(plain) if any(map(_writes, graph.nodes)) else plain
+    """The same computation without in-place operators. Raises CaptureError on a write that cannot
+    be followed to the tensor that it changes."""
+    writer = _Writer(module)
+    for node in module.graph.nodes:
+        writer.copy(node)
+    writer.graph.eliminate_dead_code()
+    return fx.GraphModule(module, writer.graph)
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+class _Writer:
+    """The new graph, and for every old node the new one that holds its value by now.
+
+    A view remembers the node that it is a view of. After a write to a tensor, all its views are
+    stale: the next read of one makes it again from the tensor's new value.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.parent: dict[fx.Node, fx.Node] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        self.version: dict[fx.Node, int] = {}
+        self.seen: dict[fx.Node, int] = {}
+
+    def copy(self, node: fx.Node) -> None:
+        """Take over one node of the old graph."""
+        if node.op == "output":
+            self.graph.output(fx.node.map_arg(node.args[0], self.read))
+        elif is_in_place(node):
+            self._write(node)
+        else:
+            self.env[node] = self._again(node)
+            self.env[node].meta = dict(node.meta)
+            self._note_view(node)
+
+    def _note_view(self, node: fx.Node) -> None:
+        if node.target is aten.detach_.default:
+            self.env[node].target = aten.detach.default
+        sources = node.all_input_nodes
+        if node.target is operator.getitem or (is_view(node) and sources):
+            if _shares(node, sources[0]):
+                self.parent[node] = sources[0]
+                self.seen[node] = self.version.get(self._root(node), 0)
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, self.read)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        node = self.same.get(node, node)
+        while node in self.parent:
+            node = self.same.get(self.parent[node], self.parent[node])
+        return node
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """The new node with the value that an old node has by now."""
+        node = self.same.get(node, node)
+        version = self.version.get(self._root(node), 0)
+        if node in self.parent and self.seen[node] < version:
+            self.read(self.parent[node])
+            self.env[node] = self._again(node)
+            self.env[node].meta = dict(node.meta)
+            self.seen[node] = version
+        found: fx.Node = self.env[node]
+        return found
+
+    def _write(self, node: fx.Node) -> None:
+        target = node.args[0]
+        if not isinstance(target, fx.Node):
+            raise CaptureError(_refusal(node, "it writes to several tensors at once"))
+        target = self.same.get(target, target)
+        self._store(target, self._value(node, target), node)
+        self.same[node] = target
+
+    def _value(self, node: fx.Node, target: fx.Node) -> fx.Node:
+        """The functional counterpart of an in-place operator."""
+        args = fx.node.map_arg(tuple(node.args), self.read)
+        kwargs = fx.node.map_arg(dict(node.kwargs), self.read)
+        if node.target is aten.copy_.default:
+            value = self._call(aten.to.dtype, (args[1], target.meta["val"].dtype), node)
+            return self._call(aten.expand_as.default, (value, args[0]), node)
+        if node.target is aten.zero_.default:
+            return self._call(aten.zeros_like.default, args, node)
+        packet = getattr(aten, node.target.overloadpacket.__name__.removesuffix("_"), None)
+        overload = getattr(packet, node.target._overloadname, None)
+        if overload is None or overload._schema.is_mutable:
+            raise CaptureError(_refusal(node, "it has no counterpart that makes a new tensor"))
+        value = self._call(overload, args, node, kwargs)
+        dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if _is_tensor(n)}
+        if len(dtypes) > 1:
+            value = self._call(aten.to.dtype, (value, target.meta["val"].dtype), node)
+        return value
+
+    def _store(self, target: fx.Node, value: fx.Node, write: fx.Node) -> None:
+        """Give `target` a new value, and with it everything that it is a view of."""
+        root = self._root(target)
+        if target in self.parent:
+            parent = self.same.get(self.parent[target], self.parent[target])
+            self._store(parent, self._scatter(target, parent, value, write), write)
+        else:
+            self.version[root] = self.version.get(root, 0) + 1
+        self.env[target] = value
+        self.seen[target] = self.version[root]
+
+    def _scatter(
+        self, view: fx.Node, parent: fx.Node, value: fx.Node, write: fx.Node
+    ) -> fx.Node:
+        """The parent's value with the part that `view` shows replaced."""
+        rule = _SCATTER.get(view.target)
+        if rule is None:
+            why = f"it writes through {view.target}, and fxpipe cannot write its result back"
+            raise CaptureError(_refusal(write, why))
+        function, args = rule(view, self.read(parent), value, self.read)
+        result = self._call(function, args, write)
+        result.meta["val"] = parent.meta["val"]
+        return result
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        origin: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        made = self.graph.call_function(function, args, kwargs or {})
+        made.meta = dict(origin.meta)
+        return made
 
 
-def _retraced(module: fx.GraphModule) -> fx.GraphModule:
-    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    values = [node.meta["val"] for node in holders]
-    mode = fake_mode(values)
-
-    def run(*args: Any) -> Any:
-        return fx.Interpreter(module).run(*args)
-
-    functional = torch.func.functionalize(run)
-    try:
-        with guarding(mode), preserve_node_meta():
-            traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True)(*values)
-    except Exception as error:
-        raise CaptureError(_explain(module, error)) from error
-    for old, new in zip(holders, traced.graph.nodes, strict=False):
-        new.name, new.target = old.name, old.target
-    traced.recompile()
-    return traced
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
-def _explain(module: fx.GraphModule, error: Exception) -> str:
-    written = next(node for node in module.graph.nodes if _writes(node))
-    lines = str(written.meta.get("stack_trace", "")).strip().splitlines()
-    where = " ".join(line.strip() for line in lines[-2:]) or written.format_node()
-    cause = str(error).splitlines()[0]
+def _shares(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node is a view of its source, as traced: `reshape` and `to` are not always."""
+    value, base = node.meta.get("val"), source.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return True
+    if isinstance(base, (tuple, list)):
+        return source.op == "call_function" and is_view(source)
+    return isinstance(value, Tensor) and isinstance(base, Tensor) and share_storage(value, base)
+
+
+def _refusal(node: fx.Node, why: str) -> str:
+    lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
+    where = " ".join(line.strip() for line in lines[-2:]) or node.format_node()
     return (
-        f"the in-place operator {written.target} ({where}) cannot be turned into a value: {cause}. "
-        "Write it out of place: y = x * 2 for x.mul_(2), torch.where for a masked write"
+        f"module {path(node) or '(the model itself)'}: the in-place operator {node.target} ({where}) "
+        f"cannot become a value: {why}. Write it out of place: y = x * 2 for x.mul_(2), "
+        "torch.where for a masked write"
     )
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Reader = Callable[[fx.Node], fx.Node]
+
+
+def _rest(view: fx.Node, read: Reader) -> tuple[Any, ...]:
+    rest: tuple[Any, ...] = fx.node.map_arg(tuple(view.args[1:]), read)
+    return rest
+
+
+def _by(function: Callable[..., Any]) -> Callable[..., Call]:
+    """The scatter operator that takes the view's own arguments."""
+    return lambda view, base, value, read: (function, (base, value, *_rest(view, read)))
+
+
+def _same_order(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
+    return aten.reshape_as.default, (value, base)
+
+
+def _itself(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
+    return aten.alias.default, (value,)
+
+
+def _swapped(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
+    return view.target, (value, *_rest(view, read))  # type: ignore[return-value]
+
+
+def _permuted(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
+    dims: Any = view.args[1]
+    count = len(dims)
+    order = [dim % count for dim in dims]
+    return aten.permute.default, (value, [order.index(dim) for dim in range(count)])
+
+
+_SCATTER: Mapping[Any, Callable[..., Call]] = {
+    aten.slice.Tensor: _by(aten.slice_scatter.default),
+    aten.select.int: _by(aten.select_scatter.default),
+    aten.diagonal.default: _by(aten.diagonal_scatter.default),
+    **dict.fromkeys(
+        [
+            aten.view.default,
+            aten.reshape.default,
+            aten.flatten.using_ints,
+            aten.unflatten.int,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+        ],
+        _same_order,
+    ),
+    **dict.fromkeys([aten.alias.default, aten.contiguous.default, aten.to.dtype], _itself),
+    **dict.fromkeys([aten.transpose.int, aten.t.default], _swapped),
+    aten.permute.default: _permuted,
+}
