@@ -7,7 +7,7 @@ of them, the Cut, is all that scheduling ever sees.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe import cut as cuts
@@ -32,12 +32,17 @@ class Lowered:
     stages: Stages
     parts: Differentiated
     plan: Plan
-    cut: Cut
+    ranks: int
 
     @property
     def graphs(self) -> Mapping[str, StageGraphs]:
         """F, B and W of each stage."""
         return self.parts.graphs
+
+    @cached_property
+    def cut(self) -> Cut:
+        """Regions, stages and seams: all that scheduling sees."""
+        return _cut(self)
 
     @cached_property
     def seam(self) -> dict[tuple[str, str], Seam]:
@@ -60,28 +65,12 @@ def lower(
     staging = assign_stages(captured, regions, symbols, len(plan.backbone))
     stages = split(captured, staging)
     parts = differentiate(captured, stages)
-    return _placed(captured, regions, staging, stages, parts, plan, ranks)
+    return Lowered(captured, regions, staging, stages, parts, plan, ranks)
 
 
 def moved(lowered: Lowered, plan: Plan, ranks: int) -> Lowered:
     """The same stages on other ranks; nothing is traced or differentiated again."""
-    known = lowered
-    return _placed(
-        known.captured, known.regions, known.staging, known.stages, known.parts, plan, ranks
-    )
-
-
-def _placed(
-    captured: Captured,
-    regions: Regions,
-    staging: Staging,
-    stages: Stages,
-    parts: Differentiated,
-    plan: Plan,
-    ranks: int,
-) -> Lowered:
-    cut = _cut(captured, regions, staging, stages, parts, plan, ranks)
-    return Lowered(captured, regions, staging, stages, parts, plan, cut)
+    return replace(lowered, plan=plan, ranks=ranks)
 
 
 def plan_for(regions: Regions, schedule: str, ranks: int) -> Plan:
@@ -90,40 +79,34 @@ def plan_for(regions: Regions, schedule: str, ranks: int) -> Plan:
     return layout(schedule, ranks, named[Role.ENCODER], named[Role.GENERATOR])
 
 
-def _cut(
-    captured: Captured,
-    regions: Regions,
-    staging: Staging,
-    stages: Stages,
-    parts: Differentiated,
-    plan: Plan,
-    ranks: int,
-) -> Cut:
+def _cut(lowered: Lowered) -> Cut:
+    regions, staging, plan = lowered.regions, lowered.staging, lowered.plan
+    grads = lowered.parts.grads
     backbone = iter(plan.backbone)
     rank = {
         name: next(backbone) if region == regions.backbone else plan.home[region]
         for name, region in staging.region.items()
     }
     return Cut(
-        ranks=ranks,
+        ranks=lowered.ranks,
         regions=tuple(
             cuts.Region(name, role, Layout.SHARDED if role is Role.BACKBONE else plan.layout)
             for name, role in regions.roles.items()
         ),
         stages=tuple(
-            cuts.Stage(name, region, parts.graphs[name].kinds, rank[name], staging.cost[name])
+            cuts.Stage(name, region, lowered.graphs[name].kinds, rank[name], staging.cost[name])
             for name, region in staging.region.items()
         ),
         seams=tuple(
-            Seam(source, target, values, parts.grads.get((source, target), ()))
-            for (source, target), values in stages.links.items()
+            Seam(source, target, values, grads.get((source, target), ()))
+            for (source, target), values in lowered.stages.links.items()
         ),
-        shared=_shared(captured, parts.graphs, rank),
+        shared=_shared(lowered.graphs, rank),
     )
 
 
 def _shared(
-    captured: Captured, graphs: Mapping[str, StageGraphs], rank: Mapping[str, int | None]
+    graphs: Mapping[str, StageGraphs], rank: Mapping[str, int | None]
 ) -> tuple[tuple[str, ...], ...]:
     """The sets of stages that hold one trained parameter, where its gradient must be summed.
 
