@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import behind, calls, is_random, path, data_inputs
+from fxpipe.dataflow import behind, calls, data_inputs, is_random, path
 from fxpipe.errors import RegionError
 from fxpipe.passes.seeds import Facts, Seeds, found_seeds, given_seeds
 
@@ -62,104 +62,118 @@ def find_regions(
     """
     facts = Facts(captured, symbols)
     seeds = given_seeds(facts, given) if given else found_seeds(facts)
-    return _grow(facts, seeds)
+    return _Growth(facts, seeds).regions()
 
 
-def _grow(facts: Facts, seeds: Seeds) -> Regions:
-    """Colours flow forward from the seeds; what has none is claimed by what uses it."""
-    backbone = next(name for name, role in seeds.roles.items() if role is Role.BACKBONE)
-    rank = {name: index for index, name in enumerate(seeds.roles)}
-    colours = _colours(facts, seeds, backbone)
-    of: dict[fx.Node, tuple[str, ...]] = {}
-    why = dict(seeds.why)
-    for node in calls(facts.graph):
-        if colours[node]:
-            of[node] = (_owner(seeds, colours[node], backbone, rank),)
-            why.setdefault(node, f"computed from {', '.join(sorted(colours[node], key=rank.get))}")
-    _claim_connectors(facts, seeds, of, why, backbone)
-    cheap = cheap_nodes(facts)
-    _claim_rest(facts, cheap, of, why, backbone, rank)
-    regions = Regions(seeds.roles, of, why, seeds.blocks, frozenset(cheap))
-    _check_order(facts, regions, rank)
-    return regions
+class _Growth:
+    """Colours flow forward from the seeds; what has none is claimed by what uses it.
 
+    of, why: node -> its regions, and the reason, as far as they are found
+    """
 
-def _colours(facts: Facts, seeds: Seeds, backbone: str) -> dict[fx.Node, frozenset[str]]:
-    """The regions that a node is computed from; a seed starts afresh with its own."""
-    core = [node for node, name in seeds.forced.items() if name == backbone]
-    others = {node for node, name in seeds.forced.items() if name != backbone}
-    near = behind(core, others.__contains__)
-    colours: dict[fx.Node, frozenset[str]] = {}
-    for node in facts.graph.nodes:
-        if node in seeds.forced:
-            colours[node] = frozenset({seeds.forced[node]})
-        elif node in near and facts.is_token_embedding(node):
-            colours[node] = frozenset({backbone})
-        else:
-            colours[node] = frozenset().union(*(colours[n] for n in data_inputs(node)))
-    return colours
+    def __init__(self, facts: Facts, seeds: Seeds) -> None:
+        self.facts, self.seeds = facts, seeds
+        self.nodes = calls(facts.graph)
+        self.cheap = cheap_nodes(facts)
+        self.backbone = next(n for n, role in seeds.roles.items() if role is Role.BACKBONE)
+        self.rank = {name: index for index, name in enumerate(seeds.roles)}
+        self.of: dict[fx.Node, tuple[str, ...]] = {}
+        self.why = dict(seeds.why)
 
+    def regions(self) -> Regions:
+        """Every node claimed. Raises RegionError when regions depend on one another in a circle."""
+        self._claim_coloured()
+        self._claim_connectors()
+        self._claim_rest()
+        self._check_order()
+        seeds = self.seeds
+        return Regions(seeds.roles, self.of, self.why, seeds.blocks, frozenset(self.cheap))
 
-def _owner(seeds: Seeds, colours: frozenset[str], backbone: str, rank: Mapping[str, int]) -> str:
-    """Where a node belongs that is computed from these regions."""
-    last = max(colours, key=rank.__getitem__)
-    if len(colours) > 1 and seeds.roles[last] is Role.ENCODER:
-        return backbone
-    return last
+    def _claim_coloured(self) -> None:
+        """Nodes that are computed from seeds."""
+        colours = self._colours()
+        for node in self.nodes:
+            if colours[node]:
+                self.of[node] = (self._owner(colours[node]),)
+                named = sorted(colours[node], key=self.rank.__getitem__)
+                self.why.setdefault(node, f"computed from {', '.join(named)}")
 
+    def _colours(self) -> dict[fx.Node, frozenset[str]]:
+        """The regions that a node is computed from; a seed starts afresh with its own."""
+        forced, backbone = self.seeds.forced, self.backbone
+        core = [node for node, name in forced.items() if name == backbone]
+        others = {node for node, name in forced.items() if name != backbone}
+        near = behind(core, others.__contains__)
+        colours: dict[fx.Node, frozenset[str]] = {}
+        for node in self.facts.graph.nodes:
+            if node in forced:
+                colours[node] = frozenset({forced[node]})
+            elif node in near and self.facts.is_token_embedding(node):
+                colours[node] = frozenset({backbone})
+            else:
+                colours[node] = frozenset().union(*(colours[n] for n in data_inputs(node)))
+        return colours
 
-def _claim_connectors(
-    facts: Facts,
-    seeds: Seeds,
-    of: dict[fx.Node, tuple[str, ...]],
-    why: dict[fx.Node, str],
-    backbone: str,
-) -> None:
-    """What is computed after the backbone for one generator alone belongs to the generator."""
-    core = {node for node in seeds.forced if seeds.forced[node] == backbone}
-    for node in reversed(calls(facts.graph)):
-        users = {of[user] for user in node.users if user in of}
-        if of.get(node) != (backbone,) or node in core or len(users) != 1:
-            continue
-        (owner,) = users
-        leaves_graph = any(user.op == "output" for user in node.users)
-        is_generator = seeds.roles[owner[0]] is Role.GENERATOR
-        if is_generator and not leaves_graph and _weighs(facts, node, of, owner):
-            of[node] = owner
-            why[node] = f"only {owner[0]} uses it"
+    def _owner(self, colours: frozenset[str]) -> str:
+        """Where a node belongs that is computed from these regions."""
+        last = max(colours, key=self.rank.__getitem__)
+        if len(colours) > 1 and self.seeds.roles[last] is Role.ENCODER:
+            return self.backbone
+        return last
 
+    def _claim_connectors(self) -> None:
+        """What is computed after the backbone for one generator alone belongs to the generator."""
+        of, seeds = self.of, self.seeds
+        core = {node for node in seeds.forced if seeds.forced[node] == self.backbone}
+        for node in reversed(self.nodes):
+            users = {of[user] for user in node.users if user in of}
+            if of.get(node) != (self.backbone,) or node in core or len(users) != 1:
+                continue
+            (owner,) = users
+            is_generator = seeds.roles[owner[0]] is Role.GENERATOR
+            if is_generator and not _is_returned(node) and self._weighs(node):
+                of[node] = owner
+                self.why[node] = f"only {owner[0]} uses it"
 
-def _weighs(
-    facts: Facts, node: fx.Node, of: Mapping[fx.Node, tuple[str, ...]], owner: tuple[str, ...]
-) -> bool:
-    """Not a bare selection of hidden states: that stays, so that less crosses the seam."""
-    return facts.has_weights(node) or any(
-        facts.has_weights(source) for source in data_inputs(node) if source in of
-    )
-
-
-def _claim_rest(
-    facts: Facts,
-    cheap: set[fx.Node],
-    of: dict[fx.Node, tuple[str, ...]],
-    why: dict[fx.Node, str],
-    backbone: str,
-    rank: Mapping[str, int],
-) -> None:
-    """Nodes that no seed reaches (masks, positions, stems) go where they are used."""
-    for node in reversed(calls(facts.graph)):
-        if node in of:
-            continue
-        users = {name for user in node.users if user in of for name in of[user]}
-        if any(user.op == "output" for user in node.users) or not users:
-            users |= {backbone}
-        owners = tuple(sorted(users, key=rank.__getitem__))
-        of[node] = owners if node in cheap else owners[:1]
-        why[node] = (
-            "cheap function of the inputs: computed where used"
-            if node in cheap
-            else (f"feeds {owners[0]}")
+    def _weighs(self, node: fx.Node) -> bool:
+        """Not a bare selection of hidden states: that stays, so that less crosses the seam."""
+        has_weights = self.facts.has_weights
+        return has_weights(node) or any(
+            has_weights(source) for source in data_inputs(node) if source in self.of
         )
+
+    def _claim_rest(self) -> None:
+        """Nodes that no seed reaches (masks, positions, stems) go where they are used."""
+        for node in reversed(self.nodes):
+            if node in self.of:
+                continue
+            users = {name for user in node.users if user in self.of for name in self.of[user]}
+            if _is_returned(node) or not users:
+                users |= {self.backbone}
+            owners = tuple(sorted(users, key=self.rank.__getitem__))
+            if node in self.cheap:
+                self.of[node] = owners
+                self.why[node] = "cheap function of the inputs: computed where used"
+            else:
+                self.of[node] = owners[:1]
+                self.why[node] = f"feeds {owners[0]}"
+
+    def _check_order(self) -> None:
+        for node in self.nodes:
+            for source in data_inputs(node):
+                if source not in self.of:
+                    continue
+                reader, maker = self.of[node][0], self.of[source][-1]
+                if len(self.of[source]) == 1 and self.rank[maker] > self.rank[reader]:
+                    raise RegionError(
+                        f"region {reader} reads {source.name} (module {path(source) or 'root'}) of "
+                        f"region {maker}, which comes after it. Name the modules of each region "
+                        "with regions={'encoder': [...], 'backbone': [...], 'generator': [...]}"
+                    )
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
 
 
 def cheap_nodes(facts: Facts) -> set[fx.Node]:
@@ -180,17 +194,3 @@ def cheap_nodes(facts: Facts) -> set[fx.Node]:
         if known and not direct and not is_random(node) and cone[node] <= CHEAP * total:
             cheap.add(node)
     return cheap
-
-
-def _check_order(facts: Facts, regions: Regions, rank: Mapping[str, int]) -> None:
-    for node in calls(facts.graph):
-        for source in data_inputs(node):
-            if source not in regions.of:
-                continue
-            reader, maker = regions.of[node][0], regions.of[source][-1]
-            if len(regions.of[source]) == 1 and rank[maker] > rank[reader]:
-                raise RegionError(
-                    f"region {reader} reads {source.name} (module {path(source) or 'root'}) of "
-                    f"region {maker}, which comes after it. Name the modules of each region with "
-                    "regions={'encoder': [...], 'backbone': [...], 'generator': [...]}"
-                )
