@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from fxpipe.dataflow import is_in_place, is_view
+from fxpipe.dataflow import arguments, is_in_place, is_view
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
@@ -57,7 +57,7 @@ class Captured:
     @property
     def terms(self) -> tuple[fx.Node, ...]:
         """The nodes of the loss terms."""
-        found: tuple[fx.Node, ...] = self.graph.graph.output_node().args[0]  # type: ignore[assignment]
+        found: tuple[fx.Node, ...] = arguments(self.graph.graph.output_node())[0]
         return found
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ def _export(whole: _WithLoss, tensors: Sequence[Tensor]) -> ExportedProgram:
 
 
 def _all_dims(tensor: Tensor) -> dict[int, Any]:
-    return {dim: Dim.AUTO for dim in range(tensor.dim())}
+    return dict.fromkeys(range(tensor.dim()), Dim.AUTO)
 
 
 def _integer_dims(tensor: Tensor) -> dict[int, Any]:

@@ -19,6 +19,16 @@ aten = torch.ops.aten
 UNKNOWN_SIZE = 64
 
 
+def function(node: fx.Node) -> Any:
+    """What a node calls; fx types it as a function or the name of one."""
+    return node.target
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """What a node is called with; fx types each as whatever an argument may be."""
+    return node.args
+
+
 def path(node: fx.Node) -> str:
     """The dotted path of the innermost module that made a node; `` for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -148,7 +158,7 @@ def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -
 def work(node: fx.Node, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> float:
     """Floating-point operations of a node's forward for one microbatch."""
     value = node.meta.get("val")
-    outputs = [v for v in (value if isinstance(value, (tuple, list)) else [value])]
+    outputs = value if isinstance(value, (tuple, list)) else [value]
     tensors = [v for v in outputs if isinstance(v, Tensor)]
     if node.target is operator.getitem or not tensors:
         return 0.0

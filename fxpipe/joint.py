@@ -9,7 +9,7 @@ at any later time (zero-bubble splitting, without a notion of layers). Where no 
 gradient there is no B, and W does it all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Kind
+from fxpipe.dataflow import arguments, aten
 from fxpipe.partition import Joint, Parts, partition
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guarding
 
 Pair = tuple[str, str]
-aten = torch.ops.aten
 _CUTS_GRADIENT = {
     aten.detach.default,
     aten.zeros_like.default,
@@ -103,7 +103,9 @@ def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
         if node.op == "placeholder" and captured.state.get(node.name) in captured.trained:
             needs.add(node)
         elif node.op == "call_function" and node.target not in _CUTS_GRADIENT:
-            floats = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            floats = (
+                not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            )
             if floats and any(source in needs for source in node.all_input_nodes):
                 needs.add(node)
     return frozenset(node.name for node in needs if node.name in stages.values)
@@ -173,7 +175,7 @@ class _Trace:
         traced = make_fx(run, tracing_mode="symbolic")(plain, wanted, weight)
         holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         labels = [*self.names, *(f"d_{value}_{to}" for value, to in self.wanted), "weight"]
-        outputs: Any = traced.graph.output_node().args[0]
+        outputs = arguments(traced.graph.output_node())[0]
         first, last = len(self.stage.sent), len(outputs) - len(self.targets)
         gradients = dict(zip(self.targets, outputs[last:], strict=True))
         inputs = dict(zip(labels, holders, strict=True))
@@ -189,7 +191,8 @@ class _Trace:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
     def _loss_dtype(self) -> torch.dtype:
-        return next(iter(self.captured.terms)).meta["val"].dtype
+        dtype: torch.dtype = self.captured.terms[0].meta["val"].dtype
+        return dtype
 
     def _run(self, plain: list[Any], wanted: list[Tensor], weight: Tensor) -> Any:
         leaves = [

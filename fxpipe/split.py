@@ -109,7 +109,8 @@ def _check_crossing(node: fx.Node, maker: str, reader: str, order: Mapping[str, 
     if any(symbol.startswith("u") for symbol in unknown):
         raise StageError(
             f"{where} crosses from stage {maker} to {reader} and its shape {list(value.shape)} "
-            "depends on data: its reader cannot know the size. Keep both in one region with regions="
+            "depends on data: its reader cannot know the size. Keep both in one region with "
+            "regions="
         )
 
 

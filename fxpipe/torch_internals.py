@@ -68,15 +68,15 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
         seen.append(f"{cls.__qualname__} ({caller.filename}:{caller.lineno})")
         return original.__get__(None, cls)(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        Function.apply = original
+        Function.apply = original  # type: ignore[method-assign]
 
 
 def flatten_named(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """The leaves of nested dicts, lists, tuples and dataclasses with their key paths, and a spec."""
+    """Leaves of nested dicts, lists, tuples and dataclasses, with key paths; and a spec."""
     named, spec = pytree.tree_flatten_with_path(value)
     return named, spec
 
@@ -93,4 +93,5 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two traced tensors lie in the same memory."""
-    return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage())
+    storage: Callable[[object], object] = StorageWeakRef
+    return storage(a.untyped_storage()) == storage(b.untyped_storage())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.dataflow import calls, module_class, path, spread, data_inputs
+from fxpipe.dataflow import calls, data_inputs, module_class, path, spread
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def _children(graph: fx.Graph) -> list[Chain]:
     """In a model without numbered blocks: the modules that run one after another, as blocks."""
     paths = [path(node).split(".") for node in calls(graph) if path(node)]
     depth = 0
-    while paths and all(len(p) > depth + 1 and p[: depth + 1] == paths[0][: depth + 1] for p in paths):
+    while paths and all(
+        len(p) > depth + 1 and p[: depth + 1] == paths[0][: depth + 1] for p in paths
+    ):
         depth += 1
     found: dict[str, list[fx.Node]] = defaultdict(list)
     for node in calls(graph):

@@ -10,10 +10,9 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from fxpipe.dataflow import aten, is_in_place, is_view, path
+from fxpipe.dataflow import arguments, aten, function, is_in_place, is_view, path
 from fxpipe.errors import CaptureError
 from fxpipe.torch_internals import share_storage
 
@@ -58,10 +57,10 @@ class _Writer:
         if node.target is aten.detach_.default:
             self.env[node].target = aten.detach.default
         sources = node.all_input_nodes
-        if node.target is operator.getitem or (is_view(node) and sources):
-            if _shares(node, sources[0]):
-                self.parent[node] = sources[0]
-                self.seen[node] = self.version.get(self._root(node), 0)
+        may_share = node.target is operator.getitem or (is_view(node) and sources)
+        if may_share and _shares(node, sources[0]):
+            self.parent[node] = sources[0]
+            self.seen[node] = self.version.get(self._root(node), 0)
 
     def _again(self, node: fx.Node) -> fx.Node:
         return self.graph.node_copy(node, self.read)
@@ -101,8 +100,8 @@ class _Writer:
             return self._call(aten.expand_as.default, (value, args[0]), node)
         if node.target is aten.zero_.default:
             return self._call(aten.zeros_like.default, args, node)
-        packet = getattr(aten, node.target.overloadpacket.__name__.removesuffix("_"), None)
-        overload = getattr(packet, node.target._overloadname, None)
+        packet = getattr(aten, function(node).overloadpacket.__name__.removesuffix("_"), None)
+        overload = getattr(packet, function(node)._overloadname, None)
         if overload is None or overload._schema.is_mutable:
             raise CaptureError(_refusal(node, "it has no counterpart that makes a new tensor"))
         value = self._call(overload, args, node, kwargs)
@@ -122,27 +121,24 @@ class _Writer:
         self.env[target] = value
         self.seen[target] = self.version[root]
 
-    def _scatter(
-        self, view: fx.Node, parent: fx.Node, value: fx.Node, write: fx.Node
-    ) -> fx.Node:
+    def _scatter(self, view: fx.Node, parent: fx.Node, value: fx.Node, write: fx.Node) -> fx.Node:
         """The parent's value with the part that `view` shows replaced."""
         rule = _SCATTER.get(view.target)
         if rule is None:
             why = f"it writes through {view.target}, and fxpipe cannot write its result back"
             raise CaptureError(_refusal(write, why))
-        function, args = rule(view, self.read(parent), value, self.read)
-        result = self._call(function, args, write)
+        result = self._call(*rule(view, self.read(parent), value, self.read), write)
         result.meta["val"] = parent.meta["val"]
         return result
 
     def _call(
         self,
-        function: Callable[..., Any],
+        called: Callable[..., Any],
         args: tuple[Any, ...],
         origin: fx.Node,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        made = self.graph.call_function(function, args, kwargs or {})
+        made = self.graph.call_function(called, args, kwargs or {})
         made.meta = dict(origin.meta)
         return made
 
@@ -165,8 +161,8 @@ def _refusal(node: fx.Node, why: str) -> str:
     lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
     where = " ".join(line.strip() for line in lines[-2:]) or node.format_node()
     return (
-        f"module {path(node) or '(the model itself)'}: the in-place operator {node.target} ({where}) "
-        f"cannot become a value: {why}. Write it out of place: y = x * 2 for x.mul_(2), "
+        f"module {path(node) or '(the model itself)'}: the in-place operator {node.target} "
+        f"({where}) cannot become a value: {why}. Write it out of place: y = x * 2 for x.mul_(2), "
         "torch.where for a masked write"
     )
 
@@ -180,9 +176,9 @@ def _rest(view: fx.Node, read: Reader) -> tuple[Any, ...]:
     return rest
 
 
-def _by(function: Callable[..., Any]) -> Callable[..., Call]:
+def _by(scatter: Callable[..., Any]) -> Callable[..., Call]:
     """The scatter operator that takes the view's own arguments."""
-    return lambda view, base, value, read: (function, (base, value, *_rest(view, read)))
+    return lambda view, base, value, read: (scatter, (base, value, *_rest(view, read)))
 
 
 def _same_order(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
@@ -194,11 +190,11 @@ def _itself(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
 
 
 def _swapped(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    return view.target, (value, *_rest(view, read))  # type: ignore[return-value]
+    return function(view), (value, *_rest(view, read))
 
 
 def _permuted(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    dims: Any = view.args[1]
+    dims = arguments(view)[1]
     count = len(dims)
     order = [dim % count for dim in dims]
     return aten.permute.default, (value, [order.index(dim) for dim in range(count)])

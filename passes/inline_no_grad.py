@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.dataflow import arguments, aten
+
 WRAPPER = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -35,7 +37,7 @@ def inline_no_grad(module: fx.GraphModule) -> fx.GraphModule:
 def _inline(
     module: fx.GraphModule, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]
 ) -> tuple[Any, ...]:
-    enabled, body, *operands = node.args
+    enabled, body, *operands = arguments(node)
     inner = getattr(module, body.target)
     names = [n for n in inner.graph.nodes if n.op == "placeholder"]
     local = {name: env[operand] for name, operand in zip(names, operands, strict=True)}
@@ -50,6 +52,6 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     meta = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(meta, torch.Tensor) or not meta.is_floating_point():
         return value
-    result = graph.call_function(torch.ops.aten.detach.default, (value,))
+    result = graph.call_function(aten.detach.default, (value,))
     result.meta = dict(value.meta)
     return result

@@ -7,18 +7,19 @@ value of another one's loss. The gradient of a sum is the same for each of its t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from fxpipe.dataflow import aten, function
 
 
 def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
     """The graph with one output per additive term; a loss that is no sum stays one term."""
     graph = fx.Graph()
-    (loss,) = graph.graph_copy(module.graph, {})
-    graph.output(tuple(_terms(graph, loss)))
+    outputs: Any = graph.graph_copy(module.graph, {})
+    graph.output(tuple(_terms(graph, outputs[0])))
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(module, graph)
@@ -60,7 +61,7 @@ def _scaled(
     scaled = []
     for term in terms:
         with graph.inserting_after(node):
-            copy = graph.call_function(node.target, args(term))
+            copy = graph.call_function(function(node), args(term))
         copy.meta = dict(node.meta)
         scaled.append(copy)
     return scaled

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import ahead, aten, behind, calls, path, spread, data_inputs, work
+from fxpipe.dataflow import ahead, aten, behind, calls, data_inputs, path, spread, work
 from fxpipe.errors import RegionError
 from fxpipe.passes.chains import Chain, find_chains
 
@@ -70,8 +70,8 @@ class Facts:
 
 def found_seeds(facts: Facts) -> Seeds:
     if not facts.chains:
-        nodes = tuple(calls(facts.graph))
-        return Seeds({BACKBONE: Role.BACKBONE}, dict.fromkeys(nodes, BACKBONE), ())
+        every = dict.fromkeys(calls(facts.graph), BACKBONE)
+        return Seeds({BACKBONE: Role.BACKBONE}, every, ())
     backbone = _pick_backbone(facts)
     core = set(backbone.nodes)
     downstream = ahead(core, lambda _: False)
@@ -81,8 +81,8 @@ def found_seeds(facts: Facts) -> Seeds:
     seeds = Seeds({}, {}, backbone.blocks)
     for group in _merged(before, core):
         _add(facts, seeds, Role.ENCODER, [n for chain in group for n in chain.nodes])
-    for group in _stems(facts, core, {n for chain in others for n in chain.nodes}):
-        _add(facts, seeds, Role.ENCODER, group)
+    for stem in _stems(facts, core, {n for chain in others for n in chain.nodes}):
+        _add(facts, seeds, Role.ENCODER, stem)
     seeds.roles[BACKBONE] = Role.BACKBONE
     seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
     seeds.why.update(dict.fromkeys(backbone.nodes, f"block of {backbone.parent}"))
@@ -208,7 +208,7 @@ def given_seeds(facts: Facts, given: Mapping[str, Sequence[str]]) -> Seeds:
     backbone = _given_backbone(facts, members)
     core = set(members[backbone])
     downstream = ahead(core, lambda _: False)
-    roles = {name: Role.ENCODER for name in members}
+    roles = dict.fromkeys(members, Role.ENCODER)
     roles[backbone] = Role.BACKBONE
     for name, nodes in members.items():
         if name == Role.GENERATOR or (name != Role.ENCODER and set(nodes) & downstream - core):

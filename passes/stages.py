@@ -62,9 +62,8 @@ def _fixed(
     }
     if len(names) > max(1, len(regions.blocks)):
         raise StageError(
-            f"{len(names)} stages were asked of region {backbone}, which has "
-            f"{len(regions.blocks)} blocks; use at most {max(1, len(regions.blocks))} ranks for it, "
-            "or a smaller ranks="
+            f"{len(names)} stages were asked of region {backbone}, which has {len(regions.blocks)} "
+            f"blocks; use at most {max(1, len(regions.blocks))} ranks for it, or a smaller ranks="
         )
     core = {node for block in regions.blocks for node in block}
     after = ahead(core, lambda _: False) - core
