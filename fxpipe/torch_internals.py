@@ -3,7 +3,7 @@
 Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
 """
 
-import traceback
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
+from torch.autograd import function
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -59,20 +59,23 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
     """Note every custom autograd.Function that is applied inside this context.
 
     torch.export records the forward of such a function and loses its backward, so a graph that
-    contains one may have the right loss and the wrong gradients.
+    contains one may have the right loss and the wrong gradients. Models keep `Function.apply` bound
+    under names of their own, so what is watched is a function that every `apply` calls.
     """
-    original = Function.__dict__["apply"]
+    original = function._is_setup_context_defined
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        caller = traceback.extract_stack(limit=2)[0]
-        seen.append(f"{cls.__qualname__} ({caller.filename}:{caller.lineno})")
-        return original.__get__(None, cls)(*args, **kwargs)
+    def noting(setup_context: Callable[..., Any]) -> bool:
+        apply = sys._getframe(1)
+        caller = apply.f_back or apply
+        name = apply.f_locals["cls"].__qualname__
+        seen.append(f"{name} ({caller.f_code.co_filename}:{caller.f_lineno})")
+        return bool(original(setup_context))
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    function._is_setup_context_defined = noting
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        function._is_setup_context_defined = original
 
 
 def flatten_named(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:

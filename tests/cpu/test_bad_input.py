@@ -1,0 +1,181 @@
+"""Bad input gets one error that says what was found and what to do, and leaves no gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import errors
+from tests import models
+
+
+class Small(nn.Module):
+    """Three blocks over float inputs, with something odd done to the hidden state."""
+
+    def __init__(self, odd: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.odd = Odd(odd)
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return ((self.odd(x) - y) ** 2).mean() * scale
+
+
+class Odd(nn.Module):
+    """A module of its own, so that its name must appear in the error."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward, passes gradients straight through: not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def batch(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return [{"x": torch.randn(s), "y": torch.randn(s)} for s in shapes or [(4, 6)] * 3]
+
+
+def no_gradient(model: nn.Module) -> bool:
+    return all(p.grad is None for p in model.parameters())
+
+
+def branching(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("odd", "error", "words"),
+    [
+        (branching, errors.CaptureError, "module odd .*test_bad_input.py.*torch.where"),
+        (Straight.apply, errors.CaptureError, "Straight .*torch.library.custom_op"),
+        (lambda x: x + x.new_tensor([float(x.sum())]), errors.CaptureError, "module odd"),
+    ],
+    ids=["branch", "autograd function", "item"],
+)
+def test_untraceable(odd: Any, error: type[Exception], words: str) -> None:
+    model = Small(odd)
+    with pytest.raises(error, match=words):
+        fxpipe.compile(model, batch()[0], ranks=2)
+    assert no_gradient(model)
+
+
+@pytest.mark.parametrize("loss_fn", [None, lambda out: out["loss"].expand(3)])
+def test_no_scalar_loss(loss_fn: Any) -> None:
+    class Outputs(Small):
+        def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Any:
+            return {"loss": super().forward(x, y)}
+
+    words = r"returned dict without a loss.*loss_fn" if loss_fn is None else r"shape \(3,\)"
+    with pytest.raises(errors.CaptureError, match=words):
+        fxpipe.compile(Outputs(), batch()[0], loss_fn=loss_fn)
+
+
+def test_batch_norm_in_training() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    with pytest.raises(errors.CaptureError, match=r"buffer 1.num_batches_tracked .*\.eval\(\)"):
+        fxpipe.compile(model, (torch.randn(4, 6),), loss_fn=lambda out: out.mean())
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"x": torch.randn(4, 6)}, r"microbatch 1 .*arguments are \(x\).*\(x, y\)"),
+        ({"x": torch.randn(4, 6), "y": torch.randn(4, 6), "z": 1}, r"microbatch 1.*\(x, y, z\)"),
+        ({"x": torch.randn(2, 4, 6), "y": torch.randn(4, 6)}, "x has 3 dimensions.*2"),
+        ({"x": torch.randn(4, 6).double(), "y": torch.randn(4, 6)}, "x has dtype torch.float64"),
+        ([1, 2], "microbatch is a dict"),
+    ],
+)
+def test_microbatch_that_does_not_fit(second: Any, words: str) -> None:
+    model = Small()
+    pipe = fxpipe.compile(model, batch()[0], ranks=2)
+    with pytest.raises(errors.BatchError, match=words):
+        pipe.step([batch()[0], second])
+    assert no_gradient(model)
+
+
+@pytest.mark.parametrize(
+    ("whole", "microbatches", "words"),
+    [
+        ({"x": torch.randn(8, 6), "y": torch.randn(8, 6)}, None, "microbatches=N"),
+        ({"x": torch.randn(9, 6), "y": torch.randn(9, 6)}, 2, "9 samples.*2 equal"),
+        ({"x": torch.randn(8, 6), "y": torch.randn(10, 6)}, 2, "x: 8, y: 10"),
+        ({"x": torch.randn(8, 6), "y": torch.tensor(1.0)}, 2, "y: None"),
+        ([], 2, "no microbatch"),
+        (7, 2, "found int"),
+    ],
+)
+def test_batch_that_cannot_be_cut(whole: Any, microbatches: int | None, words: str) -> None:
+    pipe = fxpipe.compile(Small(), microbatches=microbatches, ranks=2)
+    with pytest.raises(errors.BatchError, match=words):
+        pipe.step(whole)
+
+
+def test_weights_of_another_length() -> None:
+    model = Small()
+    pipe = fxpipe.compile(model, batch()[0])
+    with pytest.raises(errors.BatchError, match=r"weights has shape \(2,\).*3"):
+        pipe.step(batch(), weights=[1.0, 2.0])
+    assert no_gradient(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"ranks": 7}, errors.StageError, "7 stages.*3 blocks.*at most 3"),
+        ({"ranks": 0}, errors.BackendError, "ranks=0"),
+        ({"schedule": "nested/2f2b"}, errors.ScheduleError, "nested/2f2b.*gpipe, 1f1b"),
+        ({"schedule": "sideways/1f1b"}, errors.ScheduleError, "stage, upfront, nested"),
+        ({"backend": "mpi"}, errors.BackendError, "mpi"),
+        ({"backend": "gloo"}, errors.BackendError, "torchrun"),
+        ({"engine": "tpu"}, errors.BackendError, "tpu.*aten.*inductor"),
+        ({"microbatches": 0}, errors.BatchError, "microbatches=0"),
+        ({"regions": {"encoder": ["nowhere"]}}, errors.RegionError, "nowhere.*layers"),
+    ],
+)
+def test_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fxpipe.compile(Small(), batch()[0], **options)
+
+
+def test_levels_before_anything_is_traced() -> None:
+    pipe = fxpipe.compile(Small(), ranks=2)
+    with pytest.raises(errors.BatchError, match="pass example="):
+        print(pipe.table)
+    with pytest.raises(errors.FxpipeError, match=r"first step\(\)"):
+        print(pipe.timeline)
+
+
+def test_a_failing_op_leaves_no_gradient() -> None:
+    case = models.CASES["three"]
+    model = case.build(torch.float64)
+    mbs = case.batch(False, torch.float64)
+    pipe = fxpipe.compile(model, mbs[0], ranks=2, loss_fn=case.loss_fn)
+    mbs[2]["labels"][0, 0] = 99
+    with pytest.raises(errors.RankError, match=r"rank 1 .*llm1.F2"):
+        pipe.step(mbs)
+    assert no_gradient(model)
+    mbs[2]["labels"][0, 0] = 1
+    pipe.step(mbs)
+    reference = case.build(torch.float64)
+    models.eager(case, reference, mbs)
+    assert models.worst(model, reference) < 1e-10
