@@ -5,7 +5,8 @@
     post(peer, specs, name) -> handle       receives come in the order of the peer's sends
     wait(handle) -> tensors                 each in memory of its own, contiguous
     reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
-    share(numbers, sizes) -> each rank's    float64; `sizes` says how many numbers each rank gives
+    expect(sizes) -> handle                 before the first op: get ready for the last exchange
+    share(handle, numbers) -> numbers       float64; all ranks', one after the other
 
 Handles are the transport's own.
 """
@@ -50,8 +51,12 @@ class Transport(Protocol):
         """Sum a one-dimensional tensor over ranks, this one among them."""
         ...
 
-    def share(self, numbers: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Give every rank the numbers of each, in rank order; the last exchange of a step."""
+    def expect(self, sizes: Sequence[int]) -> Any:
+        """Get ready for `share`, in which each rank will give so many numbers."""
+        ...
+
+    def share(self, handle: Any, numbers: Tensor) -> Tensor:
+        """Give every rank the numbers of all, in rank order; the last exchange of a step."""
         ...
 
 

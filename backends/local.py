@@ -186,11 +186,14 @@ class _LocalTransport:
             self._wires.totals[key] = total
         return self._wires.totals[key].clone()
 
-    def share(self, numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def expect(self, sizes: Sequence[int]) -> int:
+        return len(sizes)
+
+    def share(self, handle: int, numbers: Tensor) -> Tensor:
         shared = self._wires.shared
         shared[self._rank] = numbers
-        self._baton.until(self._rank, lambda: len(shared) == len(sizes), "the end of the step")
-        return [shared[rank] for rank in range(len(sizes))]
+        self._baton.until(self._rank, lambda: len(shared) == handle, "the end of the step")
+        return torch.cat([shared[rank] for rank in range(handle)])
 
 
 _Key = TypeVar("_Key")

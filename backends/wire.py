@@ -34,21 +34,10 @@ class Channel(NamedTuple):
     target: int
 
 
-class Send(NamedTuple):
-    """A send under way; it keeps its payload alive."""
-
-    work: dist.Work | None
-    payload: Tensor
-    name: str
-
-
-class Receive(NamedTuple):
-    """A posted receive."""
-
-    work: dist.Work | None
-    buffer: Tensor
-    specs: Sequence[Spec]
-    name: str
+# Handles: the work, if there is anything to do; what it must keep alive; the name of the transfer.
+Send = tuple[dist.Work | None, Tensor, str]
+Receive = tuple[dist.Work | None, Tensor, Sequence[Spec], str]
+Expected = tuple[list[dist.Work], list[Tensor]]
 
 
 class Wire:
@@ -69,17 +58,22 @@ class Wire:
     def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> Send:
         """Start a send of all tensors as one payload; nothing at all if that is empty."""
         payload = _message(tensors[0]) if len(tensors) == 1 else pack(tensors, self._device)
-        if not payload.numel():
-            return Send(None, payload, name)
+        if not payload.nbytes:
+            return None, payload, name
         channel = self._channels[self._rank, peer]
         try:
-            return Send(channel.group.send([payload], channel.target, 0), payload, name)
+            return channel.group.send([payload], channel.target, 0), payload, name
         except RuntimeError as error:
             raise LostError(f"{name} could not be sent ({error})") from error
 
     def sent(self, handle: Send) -> None:
         """Wait for the end of a send."""
-        _finish(handle.work, handle.name)
+        work, _, name = handle
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostError(f"{name} did not arrive ({error})") from error
 
     def post(self, peer: int, specs: Sequence[Spec], name: str) -> Receive:
         """Post the receive of a payload."""
@@ -89,21 +83,24 @@ class Wire:
         else:
             size = sum(_padded(nbytes(spec)) for spec in specs)
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if not buffer.numel():
-            return Receive(None, buffer, specs, name)
+        if not buffer.nbytes:
+            return None, buffer, specs, name
         channel = self._channels[peer, self._rank]
         try:
             work = channel.group.recv([_message(buffer)], channel.source, 0)
         except RuntimeError as error:
             raise LostError(f"{name} could not be posted ({error})") from error
-        return Receive(work, buffer, specs, name)
+        return work, buffer, specs, name
 
     def wait(self, handle: Receive) -> tuple[Tensor, ...]:
         """Wait for a payload, and take it apart."""
-        _finish(handle.work, handle.name)
-        if len(handle.specs) == 1:
-            return (handle.buffer,)
-        return tuple(unpack(handle.buffer, handle.specs))
+        work, buffer, specs, name = handle
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostError(f"{name} did not arrive ({error})") from error
+        return (buffer,) if len(specs) == 1 else tuple(unpack(buffer, specs))
 
     def reduce(self, flat: Tensor, ranks: tuple[int, ...], name: str) -> Tensor:
         """Each rank sums one slice, in the order of the ranks, and everybody collects the slices.
@@ -125,42 +122,52 @@ class Wire:
             raise LostError(f"{name} could not be summed over ranks {ranks} ({error})") from error
         return whole[: flat.numel()]
 
-    def share(self, numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Everybody sends to everybody: half the latency of an all-gather where it is for a few."""
-        group = self._groups[tuple(range(len(sizes)))]
-        parts = [torch.zeros(size, dtype=torch.float64, device=self._device) for size in sizes]
-        parts[self._rank] = numbers.to(self._device)
+    def expect(self, sizes: Sequence[int]) -> Expected:
+        """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
+        parts = [torch.empty(size, dtype=torch.float64, device=self._device) for size in sizes]
+        works: list[dist.Work] = []
+        if self._device.type == "cpu" and self._rank == len(sizes) - 1:
+            group = self._groups[tuple(range(len(sizes)))]
+            works = [group.recv([part], rank, _LAST) for rank, part in enumerate(parts[:-1])]
+        return works, parts
+
+    def share(self, handle: Expected, numbers: Tensor) -> Tensor:
+        """Collect and hand out; on devices, where a rank must not wait for one peer, gather."""
+        works, parts = handle
+        group = self._groups[tuple(range(len(parts)))]
         try:
-            if self._device.type == "cpu":
-                self._exchange(group, parts)
-            else:
-                self._gather(group, parts)
+            if self._device.type != "cpu":
+                return self._gather(group, parts, numbers.to(self._device)).cpu()
+            return self._collect(group, works, parts, numbers)
         except RuntimeError as error:
             raise LostError(f"the end of the step did not reach every rank ({error})") from error
-        return [part.cpu() for part in parts]
 
-    def _exchange(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> None:
-        peers = [rank for rank in range(len(parts)) if rank != self._rank]
-        works = [group.recv([parts[peer]], peer, _LAST) for peer in peers]
-        works += [group.send([parts[self._rank]], peer, _LAST) for peer in peers]
+    def _collect(
+        self,
+        group: dist.ProcessGroup,
+        works: Sequence[dist.Work],
+        parts: list[Tensor],
+        numbers: Tensor,
+    ) -> Tensor:
+        last = len(parts) - 1
+        if self._rank == last:
+            for work in works:
+                work.wait()
+            everything = torch.cat([*parts[:last], numbers])
+            works = [group.send([everything], rank, _LAST) for rank in range(last)]
+        else:
+            everything = torch.empty(sum(part.numel() for part in parts), dtype=torch.float64)
+            works = [group.recv([everything], last, _LAST), group.send([numbers], last, _LAST)]
         for work in works:
             work.wait()
+        return everything
 
-    def _gather(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> None:
+    def _gather(self, group: dist.ProcessGroup, parts: Sequence[Tensor], numbers: Tensor) -> Tensor:
         width = max(part.numel() for part in parts)
-        padded = [torch.nn.functional.pad(part, (0, width - part.numel())) for part in parts]
-        dist.all_gather([_bytes(p) for p in padded], _bytes(padded[self._rank].clone()), group)
-        for part, wide in zip(parts, padded, strict=True):
-            part.copy_(wide[: part.numel()])
-
-
-def _finish(work: dist.Work | None, name: str) -> None:
-    if work is None:
-        return
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise LostError(f"{name} did not arrive ({error})") from error
+        mine = torch.nn.functional.pad(numbers, (0, width - numbers.numel()))
+        padded = [torch.empty_like(mine) for _ in parts]
+        dist.all_gather([_bytes(wide) for wide in padded], _bytes(mine), group)
+        return torch.cat([w[: part.numel()] for w, part in zip(padded, parts, strict=True)])
 
 
 def nbytes(spec: Spec) -> int:

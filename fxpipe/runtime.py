@@ -29,44 +29,53 @@ _EPOCH = time.time() - time.perf_counter()
 
 
 class Meter:
-    """What one rank keeps of one stage: units (microbatches) and bytes, each storage once."""
+    """What one rank keeps of one stage: units (microbatches) and bytes, each storage once.
+
+    Bytes are counted when the rank has time, at the latest before any are let go: looking at every
+    storage right after an op would delay what other ranks wait for.
+    """
 
     def __init__(self, state: Sequence[Any]) -> None:
         self.peak_units = 0
         self.peak_bytes = 0
-        self._state = frozenset(_address(value) for value in state)
+        self._state = state
         self._units: dict[int, int] = {}
         self._storages: dict[int, tuple[int, int]] = {}  # address -> uses, bytes
         self._bytes = 0
+        self._uncounted: list[tuple[Kept, Sequence[Any]]] = []
 
     def take(self, mb: int, kept: Sequence[Any], feed: Sequence[Any]) -> "Kept":
         """The list that counts while it lives. Parameters and inputs are not kept: others do."""
-        found = {
-            storage.data_ptr(): storage.nbytes()
-            for storage in [v.untyped_storage() for v in kept if isinstance(v, Tensor)]
-        }
-        for value in feed:
-            if isinstance(value, Tensor):
-                found.pop(_address(value), None)
-        counted = [address for address in found if address not in self._state]
-        for address in counted:
-            uses, size = self._storages.get(address, (0, found[address]))
-            self._storages[address] = (uses + 1, size)
-            self._bytes += 0 if uses else size
         self._units[mb] = self._units.get(mb, 0) + 1
         self.peak_units = max(self.peak_units, len(self._units))
+        result = Kept(kept, self, mb)
+        if kept:
+            self._uncounted.append((result, feed))
+        return result
+
+    def count(self) -> None:
+        """Count the bytes of what was taken since the last time."""
+        while self._uncounted:
+            kept, feed = self._uncounted.pop()
+            outside = {_address(v) for v in (*self._state, *feed) if isinstance(v, Tensor)}
+            for storage in [v.untyped_storage() for v in kept if isinstance(v, Tensor)]:
+                address = storage.data_ptr()
+                if address not in outside and address not in kept.storages:
+                    uses, size = self._storages.get(address, (0, storage.nbytes()))
+                    self._storages[address] = (uses + 1, size)
+                    self._bytes += 0 if uses else size
+                    kept.storages.append(address)
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        return Kept(kept, self, mb, counted)
 
     def free(self, storages: list[int]) -> None:
         """The op that reads them has started, and lets go of each as it goes."""
-        while storages:
-            address = storages.pop()
+        for address in storages:
             uses, size = self._storages.pop(address)
             if uses > 1:
                 self._storages[address] = (uses - 1, size)
             else:
                 self._bytes -= size
+        storages.clear()
 
     def end(self, mb: int) -> None:
         """A list is gone."""
@@ -78,21 +87,22 @@ class Meter:
 class Kept(list[Any]):
     """A list of kept values that tells its meter when it is cleared and when it dies."""
 
-    __slots__ = ("_mb", "_meter", "_storages")
+    __slots__ = ("_mb", "_meter", "storages")
 
-    def __init__(self, values: Sequence[Any], meter: Meter, mb: int, storages: list[int]) -> None:
+    def __init__(self, values: Sequence[Any], meter: Meter, mb: int) -> None:
         super().__init__(values)
+        self.storages: list[int] = []
         self._meter = meter
         self._mb = mb
-        self._storages = storages
 
     def clear(self) -> None:
         """Let go of every value."""
+        self._meter.count()
         super().clear()
-        self._meter.free(self._storages)
+        self._meter.free(self.storages)
 
     def __del__(self) -> None:
-        self._meter.free(self._storages)
+        self._meter.free(self.storages)
         self._meter.end(self._mb)
 
 
@@ -133,6 +143,8 @@ class Rank:
         """Wait for a posted receive; its bundles."""
         handle, sizes, name = posted
         self.now = name
+        for meter in self.meters.values():
+            meter.count()
         start = time.perf_counter()
         tensors = self._transport.wait(handle)
         self.times[name] = (start, time.perf_counter())
@@ -185,21 +197,22 @@ def run_step(
     variants = frozenset(mb.variant for mb in batch)
     sizes = [_size(table, rank) for rank in range(len(table.rows))]
 
-    def body(rank: int, transport: Transport) -> tuple[Sequence[Tensor], Grads]:
+    def body(rank: int, transport: Transport) -> tuple[Tensor, Grads]:
         running = Rank(rank, transport, variants)
         try:
             with torch.no_grad():
+                expected = transport.expect(sizes)
                 losses, gradients = programs[rank].module.forward(running, *batch)
                 running.now = "the end of the step"
                 numbers = _numbers(programs[rank], running, losses)
-                return transport.share(numbers, sizes), gradients
+                return transport.share(expected, numbers), gradients
         except LostError as lost:
             raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
         except Exception as error:
             raise RankError(_failed(rank, running.now, error)) from error
 
     results = backend.run(body)
-    numbers = next(iter(results.values()))[0]
+    numbers = torch.split(next(iter(results.values()))[0], sizes)
     gradients: Grads = {}
     for rank in sorted(results):
         for name, grad in results[rank][1].items():

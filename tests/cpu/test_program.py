@@ -40,9 +40,9 @@ def forward(self, rank, mb0):
     llm1_B0_from1 = rank.post(1, mb0, 'B', (('llm0', 'llm1'),), 'llm1.B0<1')
     llm1_B0_in = rank.wait(llm1_B0_from1);  llm1_B0_from1 = None
     llm1_B0_llm0 = llm1_B0_in[0];  llm1_B0_in = None
-    llm0_F0_to1_over = rank.sent(llm0_F0_to1);  llm0_F0_to1 = llm0_F0_to1_over = None
     llm0_W0 = self.llm0_W(rank, mb0, None, llm0_F0_kept, (llm1_B0_llm0,));  \
 mb0 = llm0_F0_kept = llm1_B0_llm0 = None
+    llm0_F0_to1_over = rank.sent(llm0_F0_to1);  llm0_F0_to1 = llm0_F0_to1_over = None
     gradients = self.gradients(rank, (llm0_W0,), ());  rank = llm0_W0 = None
     return ({'llm0.F0': llm0_F0_losses}, gradients)
 """
