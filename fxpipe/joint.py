@@ -19,9 +19,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture import Captured
+from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import arguments, aten
-from fxpipe.partition import Joint, Parts, partition
+from fxpipe.partition import partition
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guarding
 
