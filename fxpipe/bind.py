@@ -40,8 +40,11 @@ def mismatch(captured: Captured, microbatch: Microbatch) -> str | None:
     return None
 
 
-def unfit(captured: Captured, microbatch: Microbatch) -> str | None:
-    """Which assumption of this variant a microbatch of the right structure breaks, if any."""
+def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Basic]) -> str | None:
+    """Which assumption of this variant a microbatch of the right structure breaks, if any.
+
+    guards: conditions on the symbols that tracing has assumed.
+    """
     tensors, fixed, _ = flatten(microbatch)
     for (name, wanted), (_, value) in zip(captured.fixed, fixed, strict=True):
         if type(value) is not type(wanted) or value != wanted:
@@ -54,7 +57,7 @@ def unfit(captured: Captured, microbatch: Microbatch) -> str | None:
         low, high = captured.ranges.get(symbol, (sympy.Integer(0), sympy.oo))
         if not low <= size <= high:
             return f"a dimension is {size}; this graph was traced for {low} to {high}"
-    for guard in captured.guards:
+    for guard in guards:
         if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
             return f"the sizes break {guard}, which the model's code assumed"
     return None

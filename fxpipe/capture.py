@@ -6,6 +6,7 @@ torch.export traces the model once; sizes that may differ between microbatches s
 Parameters keep the model's own names, and every node keeps the path of the module that made it.
 """
 
+import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
-from fxpipe.torch_internals import expression, fake_mode, guards, watching_autograd_functions
+from fxpipe.torch_internals import expression, watching_autograd_functions
 
 LossFn = Callable[[Any], Tensor]
 PREFIX = "model."
@@ -39,7 +40,7 @@ class Captured:
     state: placeholder -> the model's own name of the parameter, buffer or constant
     constants: tensors that the model's code made while it was traced, by the name in `state`
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
-    guards: conditions on the symbols, each a sympy expression; ranges: least and greatest size
+    ranges: least and greatest size of a symbol
     parameters: names of all parameters; trained: those with `requires_grad`
     """
 
@@ -49,7 +50,6 @@ class Captured:
     leaves: tuple[Leaf, ...]
     structure: Any
     fixed: tuple[tuple[str, object], ...]
-    guards: tuple[sympy.Basic, ...]
     ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
     parameters: frozenset[str]
     trained: frozenset[str]
@@ -193,7 +193,6 @@ def _captured(
         leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True)),
         structure=structure,
         fixed=fixed,
-        guards=tuple(guards(fake_mode([node.meta["val"] for node in holders]))),
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
         parameters=frozenset(parameters),
         trained=frozenset(name for name, p in parameters.items() if p.requires_grad),
@@ -211,10 +210,19 @@ def _labels(
             labels.append((next(leaves), False))
             continue
         own = str(spec.target).removeprefix(PREFIX)
-        labels.append((canonical.get(own, own), True))
         if own not in canonical:
-            constants[own] = exported.constants[str(spec.target)]
+            constant = exported.constants[str(spec.target)]
+            own = f"{own}#{_digest(constant)}"
+            constants[own] = constant
+        labels.append((canonical.get(own, own), True))
     return labels, constants
+
+
+def _digest(tensor: Tensor) -> str:
+    """Constants of two variants may be called alike: only equal ones get one name."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return hashlib.sha256(about + data.numpy().tobytes()).hexdigest()[:12]
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,7 @@ from fxpipe.cut import Kind
 from fxpipe.dataflow import arguments, aten
 from fxpipe.partition import partition
 from fxpipe.split import Stage, Stages
-from fxpipe.torch_internals import fake_mode, guarding
+from fxpipe.torch_internals import fake_mode, guarding, guards
 
 Pair = tuple[str, str]
 _CUTS_GRADIENT = {
@@ -63,10 +63,14 @@ class StageGraphs:
 
 @dataclass(frozen=True)
 class Differentiated:
-    """All stages' graphs, and for each link the values whose gradient comes back across it."""
+    """All stages' graphs, and for each link the values whose gradient comes back across it.
+
+    guards: what tracing the model and its backward has assumed of the symbols
+    """
 
     graphs: Mapping[str, StageGraphs]
     grads: Mapping[Pair, tuple[str, ...]]
+    guards: tuple[sympy.Basic, ...]
 
 
 def differentiate(captured: Captured, stages: Stages) -> Differentiated:
@@ -89,7 +93,7 @@ def differentiate(captured: Captured, stages: Stages) -> Differentiated:
                     grads[pair] = tuple(v for v in stages.links[pair] if v in returned)
             graphs[name] = _stage_graphs(captured, stages, name, grads, joint)
     ordered = {name: graphs[name] for name in stages}
-    return Differentiated(ordered, grads)
+    return Differentiated(ordered, grads, tuple(guards(mode)))
 
 
 def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:

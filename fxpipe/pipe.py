@@ -132,13 +132,16 @@ class Pipe:
         self._accumulate(self._last.gradients)
         return Result(self._last.losses, factors.cpu())
 
-    def reschedule(self, schedule: str, ranks: int | None = None) -> "Pipe":
-        """The same model under another schedule, or, in one process, on another number of ranks.
+    def reschedule(
+        self, schedule: str, ranks: int | None = None, backend: str | None = None
+    ) -> "Pipe":
+        """The same model under another schedule, on other ranks, or on another backend.
 
         What is traced already is not traced again, so that schedules can be compared quickly.
         """
         Schedule.parse(schedule)
-        where = self.backend if ranks is None else choose(self.backend.name, ranks)
+        same = ranks is None and backend is None
+        where = self.backend if same else choose(backend or self.backend.name, ranks)
         variants = self._variants.rescheduled(schedule, where.ranks)
         pipe = Pipe(self.model, variants, where, self._microbatches, self._engine, self._example)
         if self._example is not None:

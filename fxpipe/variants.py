@@ -97,7 +97,7 @@ class Variants:
         tensors, fixed, _ = flatten(microbatch)
         key = tuple(t.shape for _, t in tensors), tuple((n, repr(v)) for n, v in fixed)
         if key not in self._numbers:
-            fits = (i for i, v in enumerate(self.all) if unfit(v.captured, microbatch) is None)
+            fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
             number = next(fits, None)
             self._numbers[key] = self._add(microbatch, what) if number is None else number
         return self._numbers[key]
@@ -123,7 +123,7 @@ class Variants:
 
     def _add(self, microbatch: Microbatch, what: str) -> int:
         if len(self.all) == LIMIT:
-            reason = unfit(self.all[-1].captured, microbatch)
+            reason = unfit(self.all[-1].captured, microbatch, self.all[-1].parts.guards)
             raise BatchError(
                 f"{what} would be variant {LIMIT + 1} of this model: {reason}. The model's code "
                 "unrolls over that value; pad it to a few sizes"
@@ -146,7 +146,7 @@ class Variants:
         for mode, known in self._known:
             if mode != self._mode or mismatch(known.captured, microbatch):
                 continue
-            if unfit(known.captured, microbatch) is None:
+            if _fits(known, microbatch):
                 captured = known.captured
                 plan = plan_for(known.regions, self.schedule, self.ranks)
                 if len(known.plan.backbone) == len(plan.backbone):
@@ -167,3 +167,7 @@ class Variants:
         if key not in self._sizes:
             self._sizes[key] = Sizes(self.all[number].captured, tensors)
         return self._sizes[key]
+
+
+def _fits(lowered: Lowered, microbatch: Microbatch) -> bool:
+    return unfit(lowered.captured, microbatch, lowered.parts.guards) is None
