@@ -62,7 +62,7 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
     contains one may have the right loss and the wrong gradients. Models keep `Function.apply` bound
     under names of their own, so what is watched is a function that every `apply` calls.
     """
-    original = function._is_setup_context_defined
+    original: Callable[..., Any] = function._is_setup_context_defined
 
     def noting(setup_context: Callable[..., Any]) -> bool:
         apply = sys._getframe(1)
