@@ -61,12 +61,18 @@ class Transport(Protocol):
 
 
 class Backend(Protocol):
-    """Where ranks run."""
+    """Where ranks run.
+
+    ahead: how many receives of a channel may be posted before the row asks for them. On gloo a
+    transfer starts only when its receive is posted, and a posted receive holds up nothing; on an
+    accelerator it occupies the device, and the table's own slots are the right ones.
+    """
 
     name: str
     ranks: int
     mine: tuple[int, ...]
     device: Device
+    ahead: int
 
     def connect(self, table: Table) -> None:
         """Open what the table needs: channels, groups. Every rank calls it with the same table."""

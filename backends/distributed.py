@@ -37,6 +37,7 @@ class Distributed:
         self.name = name
         self.ranks = len(members)
         self.device = device_of(name)
+        self.ahead = 1 if name == "gloo" else 0
         self.failure: str | None = None
         self._rank = list(members).index(dist.get_rank())
         self._pipelines = _pipelines(members)

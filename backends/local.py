@@ -24,6 +24,7 @@ class Local:
     """A backend whose ranks are threads that take turns."""
 
     name = "local"
+    ahead = 1
 
     def __init__(self, ranks: int, device: torch.device | None = None) -> None:
         self.ranks = ranks

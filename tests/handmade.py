@@ -170,7 +170,7 @@ def run(
     plan = table(ranks, microbatches, schedule)
     backend.connect(plan)
     state = parameters(ranks)
-    programs = {rank: emit(plan, rank, [made], state, ahead=1) for rank in backend.mine}
+    programs = {rank: emit(plan, rank, [made], state, ahead=backend.ahead) for rank in backend.mine}
     return run_step(backend, programs, batch(microbatches), torch.float64)
 
 
