@@ -23,12 +23,17 @@ def nest(base: Table, costs: Costs) -> Table:
     The rows are walked in time with the durations of `costs`. A wave is ready for all ranks at
     once, so they all pause their base at the same time and the pipeline shifts as a whole. A wave
     that is not urgent fills idle time first. The walk is an execution: no deadlock can come of it.
+    It is walked twice, with encoder forwards that wait for memory and with ones that do not, and
+    the second is taken only where it ends sooner.
     """
     parts = _Parts.of(base)
-    waves = [
-        wave for start in range(0, base.microbatches, base.cut.ranks) for wave in parts.at(start)
+    starts = range(0, base.microbatches, base.cut.ranks)
+    walks = [
+        walk(base, [wave for start in starts for wave in parts.at(start, patient)], costs)
+        for patient in (True, False)
     ]
-    return Table(base.cut, walk(base, waves, costs))
+    _, rows = min(walks, key=lambda walked: walked[0])
+    return Table(base.cut, rows)
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,19 @@ class _Parts:
         before = dict(zip(row, (None, *row), strict=False))
         return _Parts(base, encoders, generators, reader, before)
 
-    def at(self, start: int) -> Iterator[Wave]:
+    def at(self, start: int, patient: bool) -> Iterator[Wave]:
         """Encoder forwards; generator forwards and backwards; encoder backwards.
 
-        Forwards of encoders must run once their reader is next, and may one wave earlier. Their
-        backwards may run once the gradients of the whole wave are there, and must once those of
-        the next are. So at most three units live on a rank while the base holds P microbatches.
+        Forwards of encoders must run once their reader is next and may one wave earlier; a patient
+        one not before the gradients of the wave before that are there. Their backwards run once the
+        gradients of the whole wave are. So two units live on a rank while the base holds P
+        microbatches, or three, whatever the number of microbatches is.
         """
         middle = self._generator_units(start)
         behind = self._backward_units(start)
-        yield Wave(self._forward_units(start), self._must(start), self._may(start))
+        yield Wave(self._forward_units(start), self._must(start), self._may(start, patient))
         yield Wave(middle, waits=self._reads(middle))
-        following = self._reads(self._backward_units(start + self.base.cut.ranks))
-        yield Wave(behind, waits=following or None, allows=self._reads(behind))
+        yield Wave(behind, waits=self._reads(behind))
 
     def _owned(self, start: int) -> Iterator[range]:
         """For each rank its microbatch of a wave, or none in the last, partial one."""
@@ -102,11 +107,14 @@ class _Parts:
         before = self.before[Op(self.reader.name, Kind.F, start)]
         return frozenset() if before is None else frozenset([before])
 
-    def _may(self, start: int) -> frozenset[Op] | None:
+    def _may(self, start: int, patient: bool) -> frozenset[Op] | None:
         earlier = start - self.base.cut.ranks
         if self.reader is None or earlier < 0:
             return None
-        return frozenset([Op(self.reader.name, Kind.F, earlier)])
+        before = earlier - self.base.cut.ranks
+        wanted = patient and before >= 0
+        freed = frozenset() if not wanted else self._reads(self._backward_units(before))
+        return freed | {Op(self.reader.name, Kind.F, earlier)}
 
 
 def _reader(cut: Cut, encoders: Sequence[Stage]) -> Stage | None:

@@ -193,7 +193,12 @@ class Pipe:
         if key not in self._programs:
             table = self._table(count)
             self._programs[key] = emit(
-                table, rank, self._variants.graphs, self._variants.state, engine=self._engine
+                table,
+                rank,
+                self._variants.graphs,
+                self._variants.state,
+                engine=self._engine,
+                ahead=self.backend.ahead,
             )
         return self._programs[key]
 

@@ -21,8 +21,12 @@ class Wave:
     allows: frozenset[Op] | None = None
 
 
-def walk(base: Table, waves: Sequence[Wave], costs: Costs) -> tuple[tuple[Op, ...], ...]:
-    """The rows with the waves in them, base order kept. Raises ScheduleError if the base is stuck.
+Rows = tuple[tuple[Op, ...], ...]
+
+
+def walk(base: Table, waves: Sequence[Wave], costs: Costs) -> tuple[float, Rows]:
+    """When it all ends, and the rows with the waves in them, base order kept. Raises ScheduleError
+    if the base is stuck.
 
     Takes O(ops × ranks): at each end of an op every free rank chooses what it runs next.
     """
@@ -48,7 +52,7 @@ def walk(base: Table, waves: Sequence[Wave], costs: Costs) -> tuple[tuple[Op, ..
             busy.discard(rank)
             state.finish(ops)
     state.check()
-    return tuple(map(tuple, rows))
+    return now, tuple(map(tuple, rows))
 
 
 class _State:

@@ -183,7 +183,7 @@ def _add(facts: Facts, seeds: Seeds, role: Role, nodes: Sequence[fx.Node]) -> No
     name = _name(facts, role, nodes, seeds.roles)
     seeds.roles[name] = role
     seeds.forced.update(dict.fromkeys(nodes, name))
-    parents = sorted({path(node) for node in nodes}, key=len)
+    parents = sorted({path(node) for node in nodes}, key=lambda name: (len(name), name))
     seeds.why.update(dict.fromkeys(nodes, f"{role}: block or stem at {parents[0] or 'the root'}"))
 
 

@@ -78,7 +78,8 @@ def test_nested_does_not_lose_to_upfront(mbs: int, shape: Shape, cost: float) ->
         simulate(derive(cut, mbs, schedule, costs=costs), costs).makespan
         for schedule in ("nested/1f1b", "upfront/1f1b")
     )
-    assert nested < upfront
+    assert nested <= upfront
+    assert nested < upfront or shape == BOTH
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -89,14 +90,15 @@ def test_live_units_do_not_grow_with_microbatches(ranks: int, shape: Shape) -> N
         _peaks(simulate(passes.run(derive(cut, mbs))), cut) for mbs in (8 * ranks, 64 * ranks)
     )
     assert few == many
-    assert max(few["enc0"]) <= 4
+    assert max(few["enc0"]) <= 3
 
 
-def test_nested_holds_three_encoder_units() -> None:
-    """As many as BigMac has; the count at 8 microbatches is that at 64."""
-    cut = build("nested/1f1b", 2, VISION)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nested_holds_two_encoder_units(ranks: int) -> None:
+    """One fewer than BigMac; the count at 8 microbatches is that at 64."""
+    cut = build("nested/1f1b", ranks, VISION)
     for mbs in (8, 64):
-        assert _peaks(simulate(passes.run(derive(cut, mbs))), cut)["enc0"] == [3, 3]
+        assert _peaks(simulate(passes.run(derive(cut, mbs))), cut)["enc0"] == [2] * ranks
 
 
 def _peaks(timeline: Timeline, cut: Cut) -> dict[str, list[int]]:

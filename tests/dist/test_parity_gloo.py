@@ -1,0 +1,84 @@
+"""A run over gloo equals a local run bit by bit, for every schedule.
+
+The model is traced once, in this process, whose forks then run it over gloo.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fxpipe
+from tests import models
+
+SCHEDULES = [f"{p}/{b}" for p, b in product(("nested", "upfront", "stage"), ("1f1b", "gpipe"))]
+RUNS = list(product((False, True), SCHEDULES))
+Results = dict[tuple[bool, str], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def _run(pipe: fxpipe.Pipe, case: models.Case, backend: str, dtype: torch.dtype) -> Results:
+    """(uneven, schedule) -> loss, losses, gradients of this process's ranks."""
+    found: Results = {}
+    for uneven, schedule in RUNS:
+        pipe = pipe.reschedule(schedule, pipe.backend.ranks, backend)
+        pipe.model.zero_grad()
+        result = pipe.step(case.batch(uneven, dtype))
+        grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        found[uneven, schedule] = result.loss, result.losses, grads
+    return found
+
+
+def _process(rank: int, ranks: int, folder: Path, run: Any) -> None:
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.save(_run(*run), folder / f"result{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "dtype"),
+    [
+        ("three", 2, torch.float64),
+        ("three", 4, torch.float32),
+        ("llava", 2, torch.float32),
+        ("llava", 4, torch.float64),
+        ("internvl", 2, torch.float64),
+        ("internvl", 4, torch.float32),
+    ],
+)
+def test_gloo_has_the_bits_of_local(
+    name: str, ranks: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    case = models.CASES[name]
+    pipe = fxpipe.compile(
+        case.build(dtype), case.batch(False, dtype)[0], ranks=ranks, backend="local",
+        loss_fn=case.loss_fn,
+    )  # fmt: skip
+    local = _run(pipe, case, "local", dtype)
+    run = (pipe, case, "gloo", dtype)
+    mp.start_processes(_process, (ranks, tmp_path, run), nprocs=ranks, start_method="fork")
+    found = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(ranks)]
+    reference = case.build(dtype)
+    for (uneven, schedule), (loss, losses, grads) in local.items():
+        seen = set()
+        for results in found:
+            assert torch.equal(results[uneven, schedule][0], loss)
+            assert torch.equal(results[uneven, schedule][1], losses)
+            for parameter, grad in results[uneven, schedule][2].items():
+                assert torch.equal(grad, grads[parameter]), (parameter, schedule)
+                seen.add(parameter)
+        assert seen == grads.keys()
+        reference.zero_grad()
+        eager = models.eager(case, reference, case.batch(uneven, dtype))
+        tolerance = 1e-10 if dtype is torch.float64 else 1e-5
+        assert torch.allclose(loss, eager, rtol=tolerance, atol=0)
+        for parameter, tensor in reference.named_parameters():
+            if parameter in grads and tensor.grad is not None:
+                scale = max(float(tensor.grad.norm()), 1e-6)
+                assert float((grads[parameter] - tensor.grad).norm()) <= tolerance * scale
