@@ -164,6 +164,7 @@ def compiled(setting: Setting, rows: Rows, rank: int) -> Runner:
         example=batch[0],
         schedule=f"nested/{setting.schedule}",
         ranks=setting.ranks,
+        microbatches=setting.microbatches,
         backend="gloo",
     )
     found = tuple(
