@@ -38,6 +38,7 @@ class Meter:
     def __init__(self, state: Sequence[Any]) -> None:
         self.peak_units = 0
         self.peak_bytes = 0
+        self.forward_bytes = 0
         self._state = state
         self._units: dict[int, int] = {}
         self._storages: dict[int, tuple[int, int]] = {}  # address -> uses, bytes
@@ -46,9 +47,9 @@ class Meter:
 
     def take(self, mb: int, kept: Sequence[Any], feed: Sequence[Any]) -> "Kept":
         """The list that counts while it lives. Parameters and inputs are not kept: others do."""
+        result = Kept(kept, self, mb, by_forward=mb not in self._units)
         self._units[mb] = self._units.get(mb, 0) + 1
         self.peak_units = max(self.peak_units, len(self._units))
-        result = Kept(kept, self, mb)
         if kept:
             self._uncounted.append((result, feed))
         return result
@@ -65,6 +66,9 @@ class Meter:
                     self._storages[address] = (uses + 1, size)
                     self._bytes += 0 if uses else size
                     kept.storages.append(address)
+            if kept.by_forward:
+                size = sum(self._storages[address][1] for address in kept.storages)
+                self.forward_bytes = max(self.forward_bytes, size)
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def free(self, storages: list[int]) -> None:
@@ -87,10 +91,11 @@ class Meter:
 class Kept(list[Any]):
     """A list of kept values that tells its meter when it is cleared and when it dies."""
 
-    __slots__ = ("_mb", "_meter", "storages")
+    __slots__ = ("_mb", "_meter", "by_forward", "storages")
 
-    def __init__(self, values: Sequence[Any], meter: Meter, mb: int) -> None:
+    def __init__(self, values: Sequence[Any], meter: Meter, mb: int, by_forward: bool) -> None:
         super().__init__(values)
+        self.by_forward = by_forward
         self.storages: list[int] = []
         self._meter = meter
         self._mb = mb
@@ -236,7 +241,7 @@ def _losses_of(table: Table) -> range:
 
 
 def _size(table: Table, rank: int) -> int:
-    return len(_losses_of(table)) + 2 * len(table.rows[rank]) + 2 * len(table.cut.stages)
+    return len(_losses_of(table)) + 2 * len(table.rows[rank]) + 4 * len(table.cut.stages)
 
 
 def _numbers(program: Program, running: Rank, losses: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
@@ -245,7 +250,8 @@ def _numbers(program: Program, running: Rank, losses: Mapping[str, tuple[Tensor,
         numbers += running.times.get(token, (-_EPOCH, -_EPOCH))
     for stage in program.table.cut.stages:
         meter = running.meters.get(stage.name)
-        numbers += (meter.peak_units, meter.peak_bytes) if meter else (0.0, 0.0)
+        found = (meter.peak_units, meter.peak_bytes, meter.forward_bytes) if meter else (0, 0, 0)
+        numbers += (*found, 0)
     result = torch.tensor(numbers, dtype=torch.float64)
     slots = len(_losses_of(program.table))
     result[slots : slots + 2 * len(program.tokens)] += _EPOCH
@@ -288,6 +294,7 @@ def _spans(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator
 
 def _peaks(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Peak]:
     for rank, row in enumerate(table.rows):
-        for stage, (units, size) in zip(table.cut.stages, pairs[rank][len(row) :], strict=True):
+        counts = iter(pairs[rank][len(row) :])
+        for stage, (units, size), (kept, _) in zip(table.cut.stages, counts, counts, strict=True):
             if units:
-                yield Peak(rank, stage.name, int(units), int(size))
+                yield Peak(rank, stage.name, int(units), int(size), int(kept))

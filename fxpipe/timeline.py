@@ -33,13 +33,17 @@ class Span(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most that a rank held of one stage: units (microbatches between F and last backward op)
-    and bytes, as counted by the runtime."""
+    """The most that a rank held of one stage, as counted by the runtime.
+
+    units: microbatches between F and last backward op; bytes: of their distinct storages;
+    forward_bytes: what one forward keeps for its backward.
+    """
 
     rank: int
     stage: str
     units: int
     bytes: int
+    forward_bytes: int = 0
 
 
 @dataclass(frozen=True)
