@@ -35,9 +35,19 @@ def path(node: fx.Node) -> str:
     return _own_path(list(stack.values())[-1][0]) if stack else ""
 
 
+def repetition(node: fx.Node, prefix: str) -> str:
+    """`@1` if the module at `prefix` runs for the second time around a node; else nothing."""
+    for key, (found, _) in (node.meta.get("nn_module_stack") or {}).items():
+        own = _own_path(found)
+        if own == prefix or own.startswith(f"{prefix}."):
+            _, mark, count = str(key).rpartition("@")
+            return f"{mark}{count}" if mark else ""
+    return ""
+
+
 def _own_path(recorded: object) -> str:
-    """A recorded path as the model names it: repeated calls bear a suffix, free nodes a mark."""
-    plain = str(recorded).split("@")[0]
+    """A recorded path as the model names it; nodes that no module made bear a mark."""
+    plain = str(recorded)
     return "" if plain.startswith("_") else plain.removeprefix("model").removeprefix(".")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.dataflow import calls, data_inputs, module_class, path, spread
+from fxpipe.dataflow import calls, data_inputs, module_class, path, repetition, spread
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Chain:
 def find_chains(graph: fx.Graph) -> list[Chain]:
     """The outermost chains of a graph, in order of execution; no node is in two of them."""
     lists = _numbered_children(graph)
-    chains = {parent: _chain(parent, found) for parent, found in lists.items()}
+    chains = {parent: _chain(graph, parent, found) for parent, found in lists.items()}
     serial = {p: c for p, c in chains.items() if len(c.blocks) > 1 and _is_serial(graph, c)}
     single = {p: c for p, c in chains.items() if len(c.blocks) == 1}
     accepted: dict[str, Chain] = {}
@@ -48,13 +48,17 @@ def find_chains(graph: fx.Graph) -> list[Chain]:
 
 
 def _numbered_children(graph: fx.Graph) -> Mapping[str, Mapping[str, list[fx.Node]]]:
-    """parent path -> number -> nodes, for every numbered module at any depth."""
+    """parent path -> number -> nodes, for every numbered module at any depth.
+
+    A module that runs again is another block each time: `0`, `1`, `0@1`.
+    """
     lists: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in calls(graph):
         parts = path(node).split(".")
         for depth, part in enumerate(parts):
             if part.isdigit():
-                lists[".".join(parts[:depth])][part].append(node)
+                block = part + repetition(node, ".".join(parts[: depth + 1]))
+                lists[".".join(parts[:depth])][block].append(node)
     return lists
 
 
@@ -75,8 +79,12 @@ def _children(graph: fx.Graph) -> list[Chain]:
     return [chain] if len(chain.blocks) > 1 and _is_serial(graph, chain) else []
 
 
-def _chain(parent: str, found: Mapping[str, list[fx.Node]]) -> Chain:
-    return Chain(parent, tuple(tuple(nodes) for nodes in found.values()))
+def _chain(graph: fx.Graph, parent: str, found: Mapping[str, list[fx.Node]]) -> Chain:
+    """The blocks in order of execution; without those that run again beside the others."""
+    whole = Chain(parent, tuple(map(tuple, found.values())))
+    if _is_serial(graph, whole):
+        return whole
+    return Chain(parent, tuple(tuple(nodes) for name, nodes in found.items() if "@" not in name))
 
 
 def _is_serial(graph: fx.Graph, chain: Chain) -> bool:
