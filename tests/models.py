@@ -119,7 +119,8 @@ def llava() -> nn.Module:
     import transformers as t
 
     vision = t.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=32, **_vision())
-    config = t.LlavaConfig(vision, t.LlamaConfig(**_text()), image_token_index=IMAGE_TOKEN)
+    text = t.LlamaConfig(**_text())
+    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
     return t.LlavaForConditionalGeneration(config)
 
 
