@@ -191,12 +191,12 @@ def eager(
     weights: Sequence[float] | None = None,
 ) -> Tensor:
     """What a step must equal: its loss; gradients are added to the model's."""
-    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    total = torch.zeros(())
     for mb, weight in zip(batch, weights or [1 / len(batch)] * len(batch), strict=True):
         outputs = model(**mb)
         loss = case.loss_fn(outputs) if case.loss_fn else outputs.loss
         (weight * loss).backward()
-        total = total + weight * loss.detach()
+        total = total.to(loss.dtype) + weight * loss.detach()
     return total
 
 
