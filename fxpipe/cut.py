@@ -70,7 +70,8 @@ class Stage:
     def __str__(self) -> str:
         where = "owner" if self.rank is None else f"rank {self.rank}"
         kinds = "".join(self.kinds)
-        return f"stage {self.name} of {self.region}: {kinds}, {where}, cost {self.cost:g}"
+        cost = repr(self.cost).removesuffix(".0")  # every digit: what is printed parses back
+        return f"stage {self.name} of {self.region}: {kinds}, {where}, cost {cost}"
 
 
 @dataclass(frozen=True)

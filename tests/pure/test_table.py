@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.cut import Cut, Kind
+from fxpipe.cut import Cut, Kind, Stage
 from fxpipe.errors import TableError
 from fxpipe.table import Op, Table, inputs
 from tests.pure.cuts import Shape, build, shapes
@@ -22,6 +22,12 @@ def test_an_op_round_trips(stage: str, kind: str, mb: int, way: str) -> None:
 @given(st.sampled_from(["stage/gpipe", "nested/1f1b"]), st.integers(1, 5), shapes())
 def test_a_cut_round_trips(schedule: str, ranks: int, shape: Shape) -> None:
     cut = build(schedule, ranks, shape)
+    assert Cut.parse(str(cut)) == cut
+
+
+@given(st.floats(0, allow_nan=False, allow_infinity=False))
+def test_a_cost_keeps_every_digit(cost: float) -> None:
+    cut = Cut(1, (), (Stage("llm0", "llm", (Kind.F,), 0, cost),), ())
     assert Cut.parse(str(cut)) == cut
 
 
