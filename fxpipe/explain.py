@@ -32,7 +32,8 @@ def _modules(lowered: Lowered) -> Iterator[str]:
     for key in sorted(rows, key=first.__getitem__):
         label, stages, why = key
         where = ", ".join(f"{stage} {_home(lowered, stage)}" for stage in stages)
-        yield f"{label} ({rows[key]} nodes): {where}: {why}"
+        count = f"{rows[key]} node{'s' * (rows[key] > 1)}"
+        yield f"{label} ({count}): {where}: {why}"
 
 
 def _label(node: fx.Node) -> str:
