@@ -67,8 +67,11 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
     def noting(setup_context: Callable[..., Any]) -> bool:
         apply = sys._getframe(1)
         caller = apply.f_back or apply
-        name = apply.f_locals["cls"].__qualname__
-        seen.append(f"{name} ({caller.f_code.co_filename}:{caller.f_lineno})")
+        cls = apply.f_locals["cls"]
+        # The function behind a torch.library.custom_op: the graph holds the op, which keeps its
+        # registered backward.
+        if caller.f_globals.get("__name__") != "torch._library.autograd":
+            seen.append(f"{cls.__qualname__} ({caller.f_code.co_filename}:{caller.f_lineno})")
         return bool(original(setup_context))
 
     function._is_setup_context_defined = noting

@@ -223,3 +223,36 @@ def test_a_model_without_any_region_but_one() -> None:
     loss.backward()
     assert torch.allclose(result.loss, loss.detach(), rtol=1e-5)
     assert models.worst(model, reference) < 1e-5
+
+
+@torch.library.custom_op("fxpipe_tests::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+square.register_fake(torch.empty_like)
+square.register_autograd(
+    lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_a_custom_op_keeps_its_registered_backward() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = square(block(x))
+            return x.mean()
+
+    model, x = Squares(), torch.randn(3, 4)
+    fxpipe.compile(model, (x,), ranks=2, backend="local").step([(x,)])
+    ours = [parameter.grad for parameter in model.parameters()]
+    for own, eager in zip(
+        ours, torch.autograd.grad(model(x), list(model.parameters())), strict=True
+    ):
+        assert own is not None
+        torch.testing.assert_close(own, eager)
