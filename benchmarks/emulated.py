@@ -10,7 +10,7 @@ the other in W. `weight` returns no gradient for x: the block computes work(x) +
 import ctypes
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ _PR_SET_TIMERSLACK = 29
 
 @dataclass
 class Device:
-    """The emulated device of this process: seconds per unit of work, and how many ops it ran."""
+    """The emulated device of this process: seconds per unit of work; start and end of its ops."""
 
     unit: float = 0.0
-    ops: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, units: float) -> None:
         """Sleep until the end of an op that starts now."""
-        self.ops += 1
-        deadline = time.perf_counter() + units * self.unit
-        while (left := deadline - time.perf_counter()) > 0:
-            time.sleep(left)
+        start = time.perf_counter()
+        deadline = start + units * self.unit
+        while (now := time.perf_counter()) < deadline:
+            time.sleep(deadline - now)
+        self.spans.append((start, now))
 
 
 DEVICE = Device()

@@ -37,10 +37,10 @@ def makespan(rows: Rows, *, fused: bool) -> float:
         before = sum(done)
         for rank, row in enumerate(rows):
             while done[rank] < len(row):
-                needs = list(_needs(rank, row[done[rank]], len(rows), fused))
-                if not all(need in ends for need in needs):
+                wanted = list(needs(rank, row[done[rank]], len(rows), fused))
+                if not all(need in ends for need in wanted):
                     break
-                clock[rank] = max([clock[rank], *(ends[need] for need in needs)]) + 1.0
+                clock[rank] = max([clock[rank], *(ends[need] for need in wanted)]) + 1.0
                 ends[rank, row[done[rank]]] = clock[rank]
                 done[rank] += 1
         if sum(done) == before:
@@ -48,7 +48,8 @@ def makespan(rows: Rows, *, fused: bool) -> float:
     return max(clock)
 
 
-def _needs(rank: int, op: Op, ranks: int, fused: bool) -> Iterator[tuple[int, Op]]:
+def needs(rank: int, op: Op, ranks: int, fused: bool) -> Iterator[tuple[int, Op]]:
+    """The op of another rank whose value an op reads, if any."""
     kind, mb = op
     if kind == "F" and rank > 0:
         yield rank - 1, ("F", mb)

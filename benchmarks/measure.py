@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.critical import excess
 from benchmarks.emulated import DEVICE, precise_sleep
 from benchmarks.ideal import makespan, rows
 from benchmarks.runners import RUNNERS, Runner, Setting
@@ -24,7 +25,8 @@ class Samples:
     """What one runner took with one length of op: one entry per step.
 
     seconds: the step, from the agreed start to the end of the last rank. main, process: CPU
-    seconds of the main threads, and of whole processes, summed over the ranks.
+    seconds of the main threads, and of whole processes, summed over the ranks. parts: where the
+    excess lies, see `critical`.
     """
 
     runner: str
@@ -34,6 +36,7 @@ class Samples:
     seconds: list[float] = field(default_factory=list)
     main: list[float] = field(default_factory=list)
     process: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 def worker(
@@ -77,11 +80,15 @@ def check(runners: list[Runner], ops: int) -> None:
     for runner in runners:
         runner.step()
         runner.weight.grad = None
-        before = DEVICE.ops
+        DEVICE.spans.clear()
         runner.step()
-        if DEVICE.ops - before != ops:
-            raise RuntimeError(f"{runner.name} ran {DEVICE.ops - before} ops in a step, not {ops}")
+        _count(runner, ops)
         torch.testing.assert_close(runner.weight.grad, runners[0].weight.grad)
+
+
+def _count(runner: Runner, ops: int) -> None:
+    if len(DEVICE.spans) != ops:
+        raise RuntimeError(f"{runner.name} ran {len(DEVICE.spans)} ops in a step, not {ops}")
 
 
 def interleave(
@@ -104,28 +111,23 @@ def interleave(
 
 def _sample(runner: Runner, into: Samples, ops: int) -> None:
     runner.weight.grad = None
-    before = DEVICE.ops
+    DEVICE.spans.clear()
     start = _agreed_start()
     main, process = time.thread_time(), time.process_time()
     runner.step()
-    took = torch.tensor(
-        [
-            time.perf_counter() - start,
-            time.thread_time() - main,
-            time.process_time() - process,
-            DEVICE.ops - before,
-        ],
-        dtype=torch.float64,
-    )
-    if DEVICE.ops - before != ops:
-        raise RuntimeError(f"{runner.name} ran {DEVICE.ops - before} ops in a step, not {ops}")
-    every = [torch.empty_like(took) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, took)
-    table = torch.stack(every)
-    into.seconds.append(table[:, 0].max().item())
-    into.main.append(table[:, 1].sum().item())
-    into.process.append(table[:, 2].sum().item())
-    into.ops = int(table[:, 3].sum().item())
+    end = time.perf_counter(), time.thread_time(), time.process_time()
+    _count(runner, ops)
+    mine = (end[0] - start, end[1] - main, end[2] - process, DEVICE.spans)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    seconds, mains, processes, spans = zip(*every, strict=True)
+    into.seconds.append(max(seconds))
+    into.main.append(sum(mains))
+    into.process.append(sum(processes))
+    into.ops = sum(map(len, spans))
+    found = excess(runner.rows, list(spans), max(seconds), into.unit, fused=runner.fused)
+    for kind, part in found.items():
+        into.parts.setdefault(kind, []).append(part)
 
 
 def _agreed_start() -> float:

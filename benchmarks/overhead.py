@@ -101,6 +101,7 @@ def summary(sample: dict[str, Any]) -> dict[str, Any]:
         "mean": statistics.fmean(steps),
         "deviation": statistics.stdev(steps),
         "excess": quartiles[1] - ideal,
+        "parts": {kind: 1e3 * statistics.median(p) for kind, p in sample["parts"].items()},
         "main_us": 1e6 * statistics.median(sample["main"]) / ops,
         "process_us": 1e6 * statistics.median(sample["process"]) / ops,
     }
@@ -155,6 +156,12 @@ def text(setting: Setting, report: list[dict[str, Any]], verdicts: list[dict[str
         f"{r['median']:8.1f}   ({r['quartiles'][0]:.1f}, {r['quartiles'][1]:.1f})"
         f" {r['mean']:10.1f} +- {r['deviation']:4.1f} {r['excess']:9.1f} ms "
         f"{100 * r['excess'] / r['ideal']:5.1f} % {r['main_us']:8.0f} {r['process_us']:8.0f}"
+        for r in report
+    ]
+    lines += ["where the excess lies, median ms (see benchmarks/critical.py):"]
+    lines += [
+        f"{r['runner']:8s} {r['unit']:5g}  "
+        + "  ".join(f"{kind} {part:.2f}" for kind, part in r["parts"].items())
         for r in report
     ]
     lines += [
