@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from fxpipe.dataflow import arguments, is_in_place, is_view
+from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
@@ -30,6 +30,11 @@ from fxpipe.torch_internals import expression, watching_autograd_functions
 LossFn = Callable[[Any], Tensor]
 PREFIX = "model."
 _ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
+_NORMS = (aten.batch_norm.default, aten.instance_norm.default)
+_WRITES = (
+    "in every microbatch. Batch normalisation: call .eval() on that module, or use "
+    "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,8 @@ class Captured:
 
     graph: placeholders are `state` then `leaves`; its outputs are the additive terms of the loss
     state: placeholder -> the model's own name of the parameter, buffer or constant
-    constants: tensors that the model's code made while it was traced, by the name in `state`
+    constants: tensors made while it was traced, by the name in `state`; ranges: sizes of a symbol
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
-    ranges: least and greatest size of a symbol
     parameters: names of all parameters; trained: those with `requires_grad`
     """
 
@@ -104,7 +108,12 @@ class _WithLoss(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         args, kwargs = rebuild(tensors, *self.rebuild)
-        return pick_loss(self.model(*args, **kwargs), self.loss_fn)
+        before = dict(self.model.named_buffers())
+        loss = pick_loss(self.model(*args, **kwargs), self.loss_fn)
+        changed = [n for n, b in self.model.named_buffers() if b is not before.get(n)]
+        if changed:
+            raise CaptureError(f"buffer {changed[0]} is assigned by forward, {_WRITES}")
+        return loss
 
 
 def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
@@ -179,8 +188,9 @@ def _captured(
     structure: Any,
 ) -> Captured:
     labels, constants = _labels(model, exported, names)
-    _refuse_writes(exported, labels)
-    module = functionalise(inline_no_grad(exported.graph_module))
+    module = inline_no_grad(exported.graph_module)
+    _refuse_writes(module, labels)
+    module = functionalise(module)
     module, state = _tidy(module, labels)
     module = loss_terms(module)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -269,28 +279,22 @@ def _tidy(
     return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
 
 
-def _refuse_writes(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> None:
+def _refuse_writes(module: fx.GraphModule, labels: Sequence[tuple[str, bool]]) -> None:
     """State and inputs that forward changes would depend on the order and place of microbatches."""
-    holders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
     label = dict(zip(holders, labels, strict=True))
-    for node in exported.graph.nodes:
+    for node in module.graph.nodes:
         written = _written(node)
         while written is not None and written not in label:
-            sources = written.all_input_nodes
-            written = sources[0] if is_view(written) and sources else None
-        if written is None:
-            continue
-        name, is_state = label[written]
-        raise CaptureError(
-            f"{'buffer' if is_state else 'argument'} {name} is changed by forward ({node.target}), "
-            "in every microbatch. Batch normalisation: call .eval() on that module, or use "
-            "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
-        )
+            written = alias_of(written)
+        if written is not None:
+            what = f"{'buffer' if label[written][1] else 'argument'} {label[written][0]}"
+            raise CaptureError(f"{what} is changed by forward ({node.target}), {_WRITES}")
 
 
 def _written(node: fx.Node) -> fx.Node | None:
     """The tensor that a node changes, if it is a tensor of the graph."""
-    if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+    if node.target in _NORMS and node.args[5]:
         return node.args[3] if isinstance(node.args[3], fx.Node) else None
     first = node.args[0] if node.args else None
     return first if is_in_place(node) and isinstance(first, fx.Node) else None

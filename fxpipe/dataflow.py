@@ -13,10 +13,21 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpipe.torch_internals import expression, is_unbacked
+from fxpipe.torch_internals import expression, is_unbacked, share_storage
 
 aten = torch.ops.aten
 UNKNOWN_SIZE = 64
+_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+CUTS_GRADIENT = {
+    aten.detach.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
 
 
 def function(node: fx.Node) -> Any:
@@ -151,9 +162,31 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node changes one of its inputs; detaching in place changes no value."""
+    """Whether a node changes the numbers in one of its inputs; `unsqueeze_` changes none."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
+    tags = getattr(node.target, "tags", ())
+    return schema is not None and schema.is_mutable and torch.Tag.inplace_view not in tags
+
+
+def alias_of(node: fx.Node) -> fx.Node | None:
+    """The input in whose memory a node's result lies, as traced.
+
+    Schemas do not say: `reshape` and `to` return a view, or a new tensor. A dropout of nothing
+    returns its input, though its trace shows a copy.
+    """
+    if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+        return node.all_input_nodes[0]
+    made = _tensors(node)
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if any(share_storage(value, base) for value in made for base in _tensors(source)):
+            return source
+    return None
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> tuple[int, ...]:

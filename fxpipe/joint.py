@@ -21,22 +21,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpipe.capture import Captured
 from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
-from fxpipe.dataflow import arguments, aten
+from fxpipe.dataflow import CUTS_GRADIENT, arguments
 from fxpipe.partition import partition
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guarding, guards
 
 Pair = tuple[str, str]
-_CUTS_GRADIENT = {
-    aten.detach.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-}
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
         value = node.meta.get("val")
         if node.op == "placeholder" and captured.state.get(node.name) in captured.trained:
             needs.add(node)
-        elif node.op == "call_function" and node.target not in _CUTS_GRADIENT:
+        elif node.op == "call_function" and node.target not in CUTS_GRADIENT:
             floats = (
                 not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
             )

@@ -6,15 +6,15 @@ after   s = select(x, 1, 0); s2 = fill(s, 0); x2 = select_scatter(x, s2, 1, 0); 
 A stage may then end between a write and a later read of the same storage.
 """
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from fxpipe.dataflow import arguments, aten, function, is_in_place, is_view, path
+from fxpipe.dataflow import CUTS_GRADIENT, alias_of, arguments, aten, function, is_in_place, path
 from fxpipe.errors import CaptureError
-from fxpipe.torch_internals import share_storage
+from fxpipe.passes.inline_no_grad import NO_GRAD
 
 
 def functionalise(module: fx.GraphModule) -> fx.GraphModule:
@@ -41,6 +41,7 @@ class _Writer:
         self.same: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
         self.seen: dict[fx.Node, int] = {}
+        self.tracked: set[fx.Node] = set()
 
     def copy(self, node: fx.Node) -> None:
         """Take over one node of the old graph."""
@@ -52,18 +53,30 @@ class _Writer:
             self.env[node] = self._again(node)
             self.env[node].meta = dict(node.meta)
             self._note_view(node)
+            if self._has_gradient(node):
+                self.tracked.add(node)
 
     def _note_view(self, node: fx.Node) -> None:
-        if node.target is aten.detach_.default:
-            self.env[node].target = aten.detach.default
-        sources = node.all_input_nodes
-        may_share = node.target is operator.getitem or (is_view(node) and sources)
-        if may_share and _shares(node, sources[0]):
-            self.parent[node] = sources[0]
+        source = alias_of(node)
+        if source is not None:
+            self.parent[node] = source
             self.seen[node] = self.version.get(self._root(node), 0)
 
+    def _has_gradient(self, node: fx.Node) -> bool:
+        """Whether a node may depend on a trained parameter."""
+        if node.op == "placeholder":
+            return bool(getattr(node.meta.get("val"), "requires_grad", False))
+        cuts = node.target in CUTS_GRADIENT or NO_GRAD in node.meta
+        return not cuts and any(map(self._is_tracked, node.all_input_nodes))
+
+    def _is_tracked(self, node: fx.Node) -> bool:
+        return node in self.tracked or self._root(node) in self.tracked
+
     def _again(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node, self.read)
+        made = self.graph.node_copy(node, self.read)
+        if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+            made.target = _counterpart(node)
+        return made
 
     def _root(self, node: fx.Node) -> fx.Node:
         node = self.same.get(node, node)
@@ -88,7 +101,16 @@ class _Writer:
         if not isinstance(target, fx.Node):
             raise CaptureError(_refusal(node, "it writes to several tensors at once"))
         target = self.same.get(target, target)
-        self._store(target, self._value(node, target), node)
+        value = self._value(node, target)
+        if node.meta.get(NO_GRAD):
+            floating = target.meta["val"].is_floating_point()
+            if floating and self._is_tracked(target):
+                why = "under no_grad it changes a value that has a gradient; use x = x.detach()"
+                raise CaptureError(_refusal(node, why))
+            value = self._call(aten.detach.default, (value,), node) if floating else value
+        elif self._has_gradient(node):
+            self.tracked.add(self._root(target))
+        self._store(target, value, node)
         self.same[node] = target
 
     def _value(self, node: fx.Node, target: fx.Node) -> fx.Node:
@@ -100,11 +122,7 @@ class _Writer:
             return self._call(aten.expand_as.default, (value, args[0]), node)
         if node.target is aten.zero_.default:
             return self._call(aten.zeros_like.default, args, node)
-        packet = getattr(aten, function(node).overloadpacket.__name__.removesuffix("_"), None)
-        overload = getattr(packet, function(node)._overloadname, None)
-        if overload is None or overload._schema.is_mutable:
-            raise CaptureError(_refusal(node, "it has no counterpart that makes a new tensor"))
-        value = self._call(overload, args, node, kwargs)
+        value = self._call(_counterpart(node), args, node, kwargs)
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if _is_tensor(n)}
         if len(dtypes) > 1:
             value = self._call(aten.to.dtype, (value, target.meta["val"].dtype), node)
@@ -124,6 +142,8 @@ class _Writer:
     def _scatter(self, view: fx.Node, parent: fx.Node, value: fx.Node, write: fx.Node) -> fx.Node:
         """The parent's value with the part that `view` shows replaced."""
         rule = _SCATTER.get(view.target)
+        if view.target is aten.detach.default and not self._is_tracked(parent):
+            rule = _itself
         if rule is None:
             why = f"it writes through {view.target}, and fxpipe cannot write its result back"
             raise CaptureError(_refusal(write, why))
@@ -147,14 +167,14 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _shares(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node is a view of its source, as traced: `reshape` and `to` are not always."""
-    value, base = node.meta.get("val"), source.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return True
-    if isinstance(base, (tuple, list)):
-        return source.op == "call_function" and is_view(source)
-    return isinstance(value, Tensor) and isinstance(base, Tensor) and share_storage(value, base)
+def _counterpart(node: fx.Node) -> Callable[..., Any]:
+    """The operator that makes a new tensor, or a view, of what `node` does in place."""
+    name = function(node).overloadpacket.__name__.removesuffix("_")
+    packet = getattr(aten, name, None) if function(node).namespace == "aten" else None
+    overload: Any = getattr(packet, function(node)._overloadname, None)
+    if overload is None or overload._schema.is_mutable or name in ("resize", "set"):
+        raise CaptureError(_refusal(node, "it has no counterpart that makes a new tensor"))
+    return overload  # type: ignore[no-any-return]
 
 
 def _refusal(node: fx.Node, why: str) -> str:
@@ -213,10 +233,27 @@ _SCATTER: Mapping[Any, Callable[..., Call]] = {
             aten.unsqueeze.default,
             aten.squeeze.default,
             aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.view_as.default,
+            aten.unsqueeze_.default,
+            aten.squeeze_.default,
+            aten.squeeze_.dim,
         ],
         _same_order,
     ),
-    **dict.fromkeys([aten.alias.default, aten.contiguous.default, aten.to.dtype], _itself),
+    **dict.fromkeys(
+        [
+            aten.alias.default,
+            aten.contiguous.default,
+            aten.to.dtype,
+            aten.to.dtype_layout,
+            aten.to.device,
+            aten.to.other,
+            aten.type_as.default,
+            aten.dropout.default,
+        ],
+        _itself,
+    ),
     **dict.fromkeys([aten.transpose.int, aten.t.default], _swapped),
     aten.permute.default: _permuted,
 }

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe.dataflow import arguments, aten
 
+NO_GRAD = "no_grad"
 WRAPPER = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -42,6 +43,9 @@ def _inline(
     names = [n for n in inner.graph.nodes if n.op == "placeholder"]
     local = {name: env[operand] for name, operand in zip(names, operands, strict=True)}
     outputs = graph.graph_copy(inner.graph, local)
+    if not enabled:
+        for made_here in (local[n] for n in inner.graph.nodes if n.op == "call_function"):
+            made_here.meta[NO_GRAD] = True
     for attribute in (n for n in inner.graph.nodes if n.op == "get_attr"):
         setattr(module, attribute.target, getattr(inner, attribute.target))
     made = outputs if isinstance(outputs, (tuple, list)) else (outputs,)

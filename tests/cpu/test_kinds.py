@@ -1,0 +1,133 @@
+"""Kinds of code that models contain: each gives the values of eager, or is refused by name."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CaptureError
+from tests.models import worst
+
+Body = Callable[["Layer", Tensor], Tensor]
+Loss = Callable[["Model", Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("ema", torch.zeros(6))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body, loss: Loss | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.layers = nn.ModuleList(Layer(body) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.loss = loss
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * ids.double().mean()
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return self.loss(self, x, loss, ids) if self.loss else loss
+
+
+def plain(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.down(layer.up(x).tanh())
+
+
+def written_alias(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.up(x) * 1
+    first = y[0]
+    y.unsqueeze_(0)
+    F.dropout(y, 0.0).add_(1)
+    y.to(y.device)[..., 1].mul_(2)
+    return x + layer.down(y)[0] * first
+
+
+def written_under_no_grad(layer: Layer, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        y[:, 0] = layer.up(x)[:, 0]
+        y.mul_(2)
+    return x + layer.down(y)
+
+
+def branches(layer: Layer, x: Tensor) -> Tensor:
+    return plain(layer, x * 2 if x.shape[1] > 4 else x)
+
+
+def check(model: Model) -> None:
+    """On two ranks the losses and gradients of eager."""
+    generator = torch.Generator().manual_seed(1)
+    batch = [
+        {"ids": torch.randint(0, 9, shape, generator=generator)}
+        for shape in [(2, 3), (3, 4), (2, 6)]
+    ]
+    reference = copy.deepcopy(model)
+    expected = [reference(**mb) for mb in batch]
+    (sum(expected) / len(batch)).backward()  # type: ignore[union-attr]
+    losses = fxpipe.compile(model, ranks=2, backend="local").step(batch).losses
+    assert torch.allclose(losses, torch.stack(expected), rtol=1e-10, atol=0)
+    assert worst(model, reference) < 1e-10
+
+
+@pytest.mark.parametrize("body", [written_alias, written_under_no_grad, branches])
+def test_bodies(body: Body) -> None:
+    torch.manual_seed(0)
+    check(Model(body).double())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x, loss, ids: loss * torch.exp(-m.scale) + m.scale,
+        lambda m, x, loss, ids: loss + ids.double().mean(),
+        lambda m, x, loss, ids: loss + loss + x.square().mean() * loss,
+    ],
+)
+def test_losses(loss: Loss) -> None:
+    torch.manual_seed(0)
+    check(Model(plain, loss).double())
+
+
+def scaled_in_place(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.up(x)
+    with torch.no_grad():
+        y.mul_(2)
+    return x + layer.down(y)
+
+
+def averaged(layer: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.ema.mul_(0.9).add_(x.mean((0, 1)))
+    return plain(layer, x)
+
+
+def assigned(layer: Layer, x: Tensor) -> Tensor:
+    layer.ema = layer.ema * 0.9 + x.mean((0, 1)).detach()
+    return plain(layer, x)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (scaled_in_place, "under no_grad it changes"),
+        (averaged, "buffer layers.0.ema is changed"),
+        (assigned, "buffer layers.0.ema is assigned"),
+    ],
+)
+def test_refused(body: Body, found: str) -> None:
+    with pytest.raises(CaptureError, match=found):
+        fxpipe.compile(Model(body), {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
