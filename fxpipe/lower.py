@@ -57,12 +57,16 @@ def lower(
     schedule: str,
     ranks: int,
     given: Mapping[str, Sequence[str]] | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> Lowered:
-    """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch."""
+    """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch.
+
+    spans: where another variant cut the backbone: one parameter must be in the same stage in all
+    """
     symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
     regions = find_regions(captured, symbols, given)
     plan = plan_for(regions, schedule, ranks)
-    staging = assign_stages(captured, regions, symbols, len(plan.backbone))
+    staging = assign_stages(captured, regions, symbols, len(plan.backbone), spans)
     stages = split(captured, staging)
     parts = differentiate(captured, stages)
     return Lowered(captured, regions, staging, stages, parts, plan, ranks)
@@ -120,6 +124,24 @@ def _shared(
                 holders.setdefault(name, []).append(stage)
     groups = dict.fromkeys(tuple(stages) for stages in holders.values())
     return tuple(group for group in groups if len(group) > 1 or rank[group[0]] is None)
+
+
+def same_holders(first: Lowered, other: Lowered) -> str | None:
+    """A parameter whose gradient two variants make in different stages; None if there is none."""
+    one, two = _holders(first), _holders(other)
+    moved = [name for name in one if name in two and one[name] != two[name]]
+    if not moved:
+        return None
+    return f"it uses {moved[0]} in {two[moved[0]]}, the example in {one[moved[0]]}"
+
+
+def _holders(lowered: Lowered) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for stage, graphs in lowered.graphs.items():
+        for name in dict.fromkeys(graphs.state):
+            if name in lowered.captured.trained:
+                found.setdefault(name, []).append(stage)
+    return found
 
 
 def same_shape(first: Cut, other: Cut) -> str | None:

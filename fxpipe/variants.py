@@ -15,7 +15,7 @@ from fxpipe.capture import LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, moved, plan_for, same_shape
+from fxpipe.lower import Lowered, lower, moved, plan_for, same_holders, same_shape
 
 LIMIT = 16
 
@@ -131,6 +131,7 @@ class Variants:
         lowered = self._lowered(microbatch)
         if self.all:
             difference = same_shape(self.first.cut, lowered.cut)
+            difference = difference or same_holders(self.first, lowered)
             if difference:
                 raise BatchError(f"{what} takes another path through the model: {difference}")
         self.all.append(lowered)
@@ -143,13 +144,15 @@ class Variants:
     def _lowered(self, microbatch: Microbatch) -> Lowered:
         """A graph that is known already and fits, or one that is made now."""
         captured = None
+        spans = self.all[0].staging.spans if self.all else ()
         for mode, known in self._known:
             if mode != self._mode or mismatch(known.captured, microbatch):
                 continue
             if _fits(known, microbatch):
                 captured = known.captured
                 plan = plan_for(known.regions, self.schedule, self.ranks)
-                if len(known.plan.backbone) == len(plan.backbone):
+                same = not spans or tuple(known.staging.spans) == tuple(spans)
+                if same and len(known.plan.backbone) == len(plan.backbone):
                     return moved(known, plan, self.ranks)
         made = lower(
             captured or capture(self._model, microbatch, self._loss_fn),
@@ -157,6 +160,7 @@ class Variants:
             schedule=self.schedule,
             ranks=self.ranks,
             given=self._given,
+            spans=spans,
         )
         self._known.append((self._mode, made))
         return made

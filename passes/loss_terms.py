@@ -12,17 +12,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.dataflow import aten, function
+from fxpipe.dataflow import arguments, aten, function
 
 
 def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
     """The graph with one output per additive term; a loss that is no sum stays one term."""
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(module.graph, {})
-    graph.output(tuple(_terms(graph, outputs[0])))
+    output = graph.output(tuple(_terms(graph, outputs[0])))
     graph.eliminate_dead_code()
+    with graph.inserting_before(output):
+        output.args = (tuple(_born(graph, term) for term in arguments(output)[0]),)
     graph.lint()
     return fx.GraphModule(module, graph)
+
+
+def _born(graph: fx.Graph, term: fx.Node) -> fx.Node:
+    """A node that is the term alone: a parameter, an input, or a value that is used elsewhere too
+    may be in several stages, and a loss must be made in one."""
+    if term.op != "placeholder" and len(term.users) == 1:
+        return term
+    own = graph.call_function(aten.mul.Tensor, (term, 1))
+    own.meta = dict(term.meta)
+    return own
 
 
 def _terms(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

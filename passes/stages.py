@@ -20,17 +20,28 @@ from fxpipe.passes.regions import Regions
 
 @dataclass(frozen=True)
 class Staging:
-    """region: stage -> its region, in topological order; of: node -> the stages that compute it."""
+    """region: stage -> its region, in topological order; of: node -> the stages that compute it.
+
+    spans: the blocks of each backbone stage, from and to
+    """
 
     region: Mapping[str, str]
     of: Mapping[fx.Node, tuple[str, ...]]
     cost: Mapping[str, float]
+    spans: Sequence[tuple[int, int]]
 
 
 def assign_stages(
-    captured: Captured, regions: Regions, symbols: Mapping[sympy.Symbol, sympy.Integer], count: int
+    captured: Captured,
+    regions: Regions,
+    symbols: Mapping[sympy.Symbol, sympy.Integer],
+    count: int,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> Staging:
-    """Cut the backbone into `count` stages. Raises StageError if it has fewer blocks."""
+    """Cut the backbone into `count` stages, or at `spans` if it has as many blocks as they.
+
+    Raises StageError if it has fewer blocks than stages.
+    """
     nodes = calls(captured.graph.graph)
     effort = {node: work(node, symbols) for node in nodes}
     names = [f"{regions.backbone}{index}" for index in range(count)]
@@ -40,26 +51,23 @@ def assign_stages(
         for stage in (names if role is Role.BACKBONE else [name])
     }
     order = {stage: index for index, stage in enumerate(region)}
-    of = _fixed(regions, nodes, effort, names)
+    if not spans or spans[-1][1] != len(regions.blocks):
+        spans = _spans(regions, nodes, effort, names)
+    of = _fixed(regions, nodes, names, spans)
     _settle_late(regions, nodes, of, order)
     _settle_early(regions, nodes, of, order, names)
     for node in nodes:
         if node.target is operator.getitem:
             of[node] = of[node.all_input_nodes[0]]
     cost = {s: sum(effort[n] for n in nodes if s in of[n]) for s in region}
-    return Staging(region, of, cost)
+    return Staging(region, of, cost, spans)
 
 
-def _fixed(
+def _spans(
     regions: Regions, nodes: Sequence[fx.Node], effort: Mapping[fx.Node, float], names: list[str]
-) -> dict[fx.Node, tuple[str, ...]]:
-    """Nodes whose stage their region or their block decides."""
+) -> list[tuple[int, int]]:
+    """The blocks of each stage, balanced by work."""
     backbone = regions.backbone
-    of = {
-        node: regions.of[node]
-        for node in nodes
-        if len(regions.of[node]) == 1 and regions.of[node] != (backbone,)
-    }
     if len(names) > max(1, len(regions.blocks)):
         raise StageError(
             f"{len(names)} stages were asked of region {backbone}, which has {len(regions.blocks)} "
@@ -74,11 +82,23 @@ def _fixed(
     if costs:
         costs[0] += head
         costs[-1] += tail
-    for name, (start, stop) in zip(names, balance(costs, len(names)), strict=True):
+    return balance(costs, len(names))
+
+
+def _fixed(
+    regions: Regions,
+    nodes: Sequence[fx.Node],
+    names: list[str],
+    spans: Sequence[tuple[int, int]],
+) -> dict[fx.Node, tuple[str, ...]]:
+    """Nodes whose stage their region or their block decides."""
+    backbone, known = (regions.backbone,), set(nodes)
+    of = {n: regions.of[n] for n in nodes if len(regions.of[n]) == 1 and regions.of[n] != backbone}
+    for name, (start, stop) in zip(names, spans, strict=True):
         for block in regions.blocks[start:stop]:
-            of.update((node, (name,)) for node in block if node in effort)
+            of.update((node, (name,)) for node in block if node in known)
     if not regions.blocks:
-        of.update((node, (names[0],)) for node in loose)
+        of.update((n, (names[0],)) for n in nodes if regions.of[n] == backbone)
     return of
 
 
