@@ -21,8 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpipe.capture import Captured
 from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
-from fxpipe.dataflow import CUTS_GRADIENT, arguments
+from fxpipe.dataflow import CUTS_GRADIENT, arguments, is_in_place
 from fxpipe.partition import partition
+from fxpipe.passes.functionalise import functionalise
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guarding, guards
 
@@ -168,6 +169,9 @@ class _Trace:
             return self._run(plain, wanted, weight)
 
         traced = make_fx(run, tracing_mode="symbolic")(plain, wanted, weight)
+        if any(map(is_in_place, traced.graph.nodes)):
+            # Some formulas of autograd write in place: the parts must not depend on the order.
+            traced = functionalise(traced)
         holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         labels = [*self.names, *(f"d_{value}_{to}" for value, to in self.wanted), "weight"]
         outputs = arguments(traced.graph.output_node())[0]

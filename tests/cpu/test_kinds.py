@@ -68,6 +68,10 @@ def branches(layer: Layer, x: Tensor) -> Tensor:
     return plain(layer, x * 2 if x.shape[1] > 4 else x)
 
 
+def backward_writes_in_place(layer: Layer, x: Tensor) -> Tensor:
+    return plain(layer, x + torch.fft.irfft(torch.fft.rfft(x, dim=-1) * 2, n=6, dim=-1))
+
+
 def check(model: Model) -> None:
     """On two ranks the losses and gradients of eager."""
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +87,9 @@ def check(model: Model) -> None:
     assert worst(model, reference) < 1e-10
 
 
-@pytest.mark.parametrize("body", [written_alias, written_under_no_grad, branches])
+@pytest.mark.parametrize(
+    "body", [written_alias, written_under_no_grad, branches, backward_writes_in_place]
+)
 def test_bodies(body: Body) -> None:
     torch.manual_seed(0)
     check(Model(body).double())
