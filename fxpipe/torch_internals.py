@@ -81,10 +81,16 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
         function._is_setup_context_defined = original
 
 
-def flatten_named(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """Leaves of nested dicts, lists, tuples and dataclasses, with key paths; and a spec."""
-    named, spec = pytree.tree_flatten_with_path(value)
-    return named, spec
+def flatten_leaves(value: object) -> tuple[list[Any], Any]:
+    """Leaves of nested dicts, lists, tuples and dataclasses, and a hashable spec."""
+    leaves, spec = pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def key_paths(value: object) -> list[tuple[Any, ...]]:
+    """The key path of each leaf; much slower than `flatten_leaves`."""
+    named, _ = pytree.tree_flatten_with_path(value)
+    return [path for path, _ in named]
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
@@ -101,3 +107,26 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two traced tensors lie in the same memory."""
     storage: Callable[[object], object] = StorageWeakRef
     return storage(a.untyped_storage()) == storage(b.untyped_storage())
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor's gradient passes through hooks of the user."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(tensor, name, None) for name in names)
+
+
+@contextmanager
+def watching_hooks(seen: list[str]) -> Iterator[None]:
+    """Note every hook on a gradient that is registered inside this context: tracing loses it."""
+    original: Any = Tensor.register_hook
+
+    def noting(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        code = sys._getframe(1)
+        seen.append(f"register_hook ({code.f_code.co_filename}:{code.f_lineno})")
+        return original(tensor, hook)
+
+    Tensor.register_hook = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = original  # type: ignore[method-assign]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Sizes, mismatch, unfit
-from fxpipe.capture import LossFn, capture
+from fxpipe.capture import Captured, LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, plan_for, same_holders, same_shape
+from fxpipe.torch_internals import has_hooks, watching_hooks
 
 LIMIT = 16
 
@@ -88,21 +89,21 @@ class Variants:
 
         Raises BatchError, which begins with `what`, when it cannot be run beside the others.
         """
-        self._follow_mode()
         if not self.all:
             return self._add(microbatch, what)
-        problem = mismatch(self.first.captured, microbatch)
-        if problem:
-            raise BatchError(f"{what} does not fit the example: {problem}")
-        tensors, fixed, _ = flatten(microbatch)
-        key = tuple(t.shape for _, t in tensors), tuple((n, repr(v)) for n, v in fixed)
+        tensors, fixed, structure = flatten(microbatch)
+        shapes = tuple((tensor.shape, tensor.dtype) for _, tensor in tensors)
+        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed)
         if key not in self._numbers:
+            problem = mismatch(self.first.captured, microbatch)
+            if problem:
+                raise BatchError(f"{what} does not fit the example: {problem}")
             fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
             number = next(fits, None)
             self._numbers[key] = self._add(microbatch, what) if number is None else number
         return self._numbers[key]
 
-    def _follow_mode(self) -> None:
+    def follow_mode(self) -> None:
         """Start anew if what a graph was traced with has changed: train(), requires_grad, dtype."""
         mode = (
             tuple(module.training for module in self._model.modules()),
@@ -155,7 +156,7 @@ class Variants:
                 if same and len(known.plan.backbone) == len(plan.backbone):
                     return moved(known, plan, self.ranks)
         made = lower(
-            captured or capture(self._model, microbatch, self._loss_fn),
+            captured or self._captured(microbatch),
             microbatch,
             schedule=self.schedule,
             ranks=self.ranks,
@@ -164,6 +165,18 @@ class Variants:
         )
         self._known.append((self._mode, made))
         return made
+
+    def _captured(self, microbatch: Microbatch) -> Captured:
+        seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]
+        with watching_hooks(seen):
+            captured = capture(self._model, microbatch, self._loss_fn)
+        if seen:
+            raise CaptureError(
+                f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
+                "gradients after step(), or write the change of a gradient as an operator with "
+                "torch.library.custom_op and register_autograd"
+            )
+        return captured
 
     def sizes(self, number: int, tensors: Sequence[Tensor]) -> Sizes:
         """The symbols of a variant for tensors of these shapes; kept between steps."""

@@ -126,14 +126,28 @@ def assigned(layer: Layer, x: Tensor) -> Tensor:
     return plain(layer, x)
 
 
+def hooked(layer: Layer, x: Tensor) -> Tensor:
+    y = plain(layer, x)
+    y.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+    return y
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
         (scaled_in_place, "under no_grad it changes"),
         (averaged, "buffer layers.0.ema is changed"),
+        (hooked, "register_hook"),
         (assigned, "buffer layers.0.ema is assigned"),
     ],
 )
 def test_refused(body: Body, found: str) -> None:
     with pytest.raises(CaptureError, match=found):
         fxpipe.compile(Model(body), {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
+
+
+def test_hook_on_a_parameter_is_refused() -> None:
+    model = Model(plain)
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(CaptureError, match=r"head\.weight has a hook"):
+        fxpipe.compile(model, {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
