@@ -91,12 +91,24 @@ class Sizes:
     def __init__(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
         self.symbols = solve(captured.leaves, tensors)[0]
         self._known: dict[sympy.Expr, int] = {}
+        self._specs: dict[tuple[str, str, Kind], tuple[Spec, ...]] = {}
 
     def __call__(self, expr: sympy.Expr) -> int:
         """A size in numbers."""
         found = self._known.get(expr)
         if found is None:
             found = self._known[expr] = int(expr.xreplace(self.symbols))
+        return found
+
+    def specs(self, lowered: "Lowered", seam: tuple[str, str], kind: Kind) -> tuple[Spec, ...]:
+        """Shapes and dtypes of the values (F) or the gradients (B) that cross a seam."""
+        found = self._specs.get((*seam, kind))
+        if found is None:
+            crossing = lowered.seam[seam]
+            names = crossing.values if kind is Kind.F else crossing.grads
+            values = [lowered.stages.values[name] for name in names]
+            found = tuple((tuple(map(self, value.shape)), value.dtype) for value in values)
+            self._specs[(*seam, kind)] = found
         return found
 
 
@@ -121,13 +133,17 @@ class Bound:
         self.weight = weight
         self._lowered = lowered
         self._size = sizes
+        self._feeds: dict[str, tuple[Tensor | int, ...]] = {}
         leaves = lowered.captured.leaves
         self._tensors = {leaf.placeholder: t for leaf, t in zip(leaves, tensors, strict=True)}
 
     def feed(self, graphs: "StageGraphs") -> tuple[Tensor | int, ...]:
         """What a stage reads of the microbatch: tensors on its device, then sizes."""
-        tensors = (self._field(name) for name in graphs.fields)
-        return (*tensors, *map(self._size, graphs.sizes))
+        found = self._feeds.get(graphs.stage)
+        if found is None:
+            tensors = map(self._field, graphs.fields)
+            found = self._feeds[graphs.stage] = (*tensors, *map(self._size, graphs.sizes))
+        return found
 
     def _field(self, placeholder: str) -> Tensor:
         tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
@@ -136,7 +152,4 @@ class Bound:
 
     def spec(self, source: str, target: str, kind: Kind) -> tuple[Spec, ...]:
         """Shapes and dtypes of what crosses a seam: its values (F) or its gradients (B)."""
-        seam = self._lowered.seam[source, target]
-        names = seam.values if kind is Kind.F else seam.grads
-        values = (self._lowered.stages.values[name] for name in names)
-        return tuple((tuple(map(self._size, value.shape)), value.dtype) for value in values)
+        return self._size.specs(self._lowered, (source, target), kind)

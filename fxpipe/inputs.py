@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError
-from fxpipe.torch_internals import flatten_named, map_leaves, unflatten
+from fxpipe.torch_internals import flatten_leaves, key_paths, map_leaves, unflatten
 
 Microbatch = Mapping[str, Any] | tuple[Any, ...]
+
+# Names of the leaves by structure: finding them takes much longer than the leaves themselves.
+_NAMES: dict[Any, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ def flatten(
             f"a microbatch is a dict of keyword arguments or a tuple, not "
             f"{type(microbatch).__name__}; wrap it, for example {{'x': x}}"
         )
-    named, structure = flatten_named(call)
-    names = [(_name(path), value) for path, value in named]
+    leaves, spec = flatten_leaves(call)
+    if spec not in _NAMES:
+        _NAMES[spec] = tuple(map(_name, key_paths(call)))
+    names = list(zip(_NAMES[spec], leaves, strict=True))
     tensors = [(name, value) for name, value in names if isinstance(value, Tensor)]
     fixed = tuple((name, value) for name, value in names if not isinstance(value, Tensor))
-    return tensors, fixed, (structure, tuple(isinstance(v, Tensor) for _, v in names))
+    return tensors, fixed, (spec, tuple(isinstance(v, Tensor) for _, v in names))
 
 
 def rebuild(

@@ -81,8 +81,7 @@ def compile(
     where = choose(backend, ranks, mesh)
     variants = Variants(model, schedule, where.ranks, regions, loss_fn)
     pipe = Pipe(model, variants, where, microbatches, engine, example)
-    if example is not None:
-        variants.number(example, "the example")
+    pipe.trace_example()
     return pipe
 
 
@@ -118,6 +117,7 @@ class Pipe:
         anything runs, RankError if a rank fails; then no `.grad` has changed.
         """
         parts = split_batch(batch, self._microbatches)
+        self._variants.follow_mode()
         numbers = [self._variants.number(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
         factors = self._weights(weights, len(parts))
         bound = [
@@ -144,9 +144,14 @@ class Pipe:
         where = self.backend if same else choose(backend or self.backend.name, ranks)
         variants = self._variants.rescheduled(schedule, where.ranks)
         pipe = Pipe(self.model, variants, where, self._microbatches, self._engine, self._example)
-        if self._example is not None:
-            variants.number(self._example, "the example")
+        pipe.trace_example()
         return pipe
+
+    def trace_example(self) -> None:
+        """Trace the example, if there is one; compile has done it already."""
+        self._variants.follow_mode()
+        if self._example is not None:
+            self._variants.number(self._example, "the example")
 
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         dtype = self._variants.loss_dtype
@@ -173,9 +178,8 @@ class Pipe:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _accumulate(self, gradients: Mapping[str, Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
         for name, gradient in gradients.items():
-            parameter = parameters[name]
+            parameter = self._variants.state[name]
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

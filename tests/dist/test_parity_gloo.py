@@ -1,19 +1,18 @@
-"""A run over gloo equals a local run bit by bit, for every schedule.
+"""A run over gloo equals a local run bit by bit, and eager, for every schedule.
 
-The model is traced once, in this process, whose forks then run it over gloo.
+Each process traces the model once; the first one then runs it in one process as well.
 """
 
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fxpipe
 from tests import models
+from tests.dist.test_gloo import processes
 
 SCHEDULES = [f"{p}/{b}" for p, b in product(("nested", "upfront", "stage"), ("1f1b", "gpipe"))]
 RUNS = list(product((False, True), SCHEDULES))
@@ -32,12 +31,13 @@ def _run(pipe: fxpipe.Pipe, case: models.Case, backend: str, dtype: torch.dtype)
     return found
 
 
-def _process(rank: int, ranks: int, folder: Path, run: Any) -> None:
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.save(_run(*run), folder / f"result{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+def _process(rank: int, ranks: int, name: str, dtype: torch.dtype) -> list[Results]:
+    case = models.CASES[name]
+    pipe = fxpipe.compile(
+        case.build(dtype), case.batch(False, dtype)[0], backend="gloo", loss_fn=case.loss_fn
+    )
+    found = [_run(pipe, case, "gloo", dtype)]
+    return found if rank else [*found, _run(pipe, case, "local", dtype)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,6 @@ def _process(rank: int, ranks: int, folder: Path, run: Any) -> None:
         ("llava", 2, torch.float32),
         ("llava", 4, torch.float64),
         ("internvl", 2, torch.float64),
-        ("internvl", 4, torch.float32),
     ],
 )
 def test_gloo_has_the_bits_of_local(
@@ -56,18 +55,12 @@ def test_gloo_has_the_bits_of_local(
 ) -> None:
     torch.set_num_threads(1)
     case = models.CASES[name]
-    pipe = fxpipe.compile(
-        case.build(dtype), case.batch(False, dtype)[0], ranks=ranks, backend="local",
-        loss_fn=case.loss_fn,
-    )  # fmt: skip
-    local = _run(pipe, case, "local", dtype)
-    run = (pipe, case, "gloo", dtype)
-    mp.start_processes(_process, (ranks, tmp_path, run), nprocs=ranks, start_method="fork")
-    found = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(ranks)]
+    found = processes(partial(_process, name=name, dtype=dtype), ranks, tmp_path)
+    local = found[0].pop()
     reference = case.build(dtype)
     for (uneven, schedule), (loss, losses, grads) in local.items():
         seen = set()
-        for results in found:
+        for (results,) in found:
             assert torch.equal(results[uneven, schedule][0], loss)
             assert torch.equal(results[uneven, schedule][1], losses)
             for parameter, grad in results[uneven, schedule][2].items():
