@@ -22,6 +22,7 @@ from fxpipe.capture import Captured
 from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT, arguments, is_in_place
+from fxpipe.errors import CaptureError
 from fxpipe.partition import partition
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.split import Stage, Stages
@@ -227,6 +228,11 @@ def _gradients(
     if not made or not targets:
         return [None] * len(targets)
     found = torch.autograd.grad(made, targets, given, allow_unused=True)
+    if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
+        raise CaptureError(
+            "a parameter has a sparse gradient, which cannot be kept and sent; use nn.Embedding "
+            "without sparse=True"
+        )
     return [None if gradient is None else gradient.contiguous() for gradient in found]
 
 

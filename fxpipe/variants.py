@@ -16,6 +16,7 @@ from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, plan_for, same_holders, same_shape
+from fxpipe.mode import Mode, mode_of, refuse_autocast
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
 LIMIT = 16
@@ -31,7 +32,7 @@ class Variants:
         ranks: int,
         given: Mapping[str, Sequence[str]] | None,
         loss_fn: LossFn | None,
-        known: list[tuple[object, Lowered]] | None = None,
+        known: list[tuple[Mode, Lowered]] | None = None,
     ) -> None:
         self.schedule = schedule
         self.ranks = ranks
@@ -43,8 +44,8 @@ class Variants:
         self._given = given
         self._loss_fn = loss_fn
         # Everything lowered so far, with the mode that it was traced in: also by other schedules.
-        self._known: list[tuple[object, Lowered]] = [] if known is None else known
-        self._mode: tuple[object, ...] = ()
+        self._known: list[tuple[Mode, Lowered]] = [] if known is None else known
+        self._mode: Mode = ()
         self._numbers: dict[object, int] = {}
         self._sizes: dict[object, Sizes] = {}
 
@@ -104,16 +105,10 @@ class Variants:
         return self._numbers[key]
 
     def follow_mode(self) -> None:
-        """Start anew if what a graph was traced with has changed: train(), requires_grad, dtype."""
-        mode = (
-            tuple(module.training for module in self._model.modules()),
-            tuple((p.requires_grad, p.dtype, p.device) for p in self._model.parameters()),
-        )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise CaptureError(
-                "autocast is on around the pipeline: its casts would not be part of the graph. "
-                "Convert the model instead, for example model.to(torch.bfloat16)"
-            )
+        """Start anew if what graphs were traced with has changed: train(), requires_grad, dtype,
+        plain attributes of modules."""
+        refuse_autocast()
+        mode = mode_of(self._model)
         if mode != self._mode:
             self._mode = mode
             self.generation += 1
@@ -121,6 +116,11 @@ class Variants:
             self._numbers.clear()
             self._sizes.clear()
             self.refresh()
+
+    def _settle_mode(self) -> None:
+        """Tracing may set attributes (a cached length): the mode is what it leaves behind."""
+        before, self._mode = self._mode, mode_of(self._model)
+        self._known[:] = [(self._mode if m == before else m, known) for m, known in self._known]
 
     def _add(self, microbatch: Microbatch, what: str) -> int:
         if len(self.all) == LIMIT:
@@ -170,6 +170,7 @@ class Variants:
         seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]
         with watching_hooks(seen):
             captured = capture(self._model, microbatch, self._loss_fn)
+        self._settle_mode()
         if seen:
             raise CaptureError(
                 f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "

@@ -151,3 +151,44 @@ def test_hook_on_a_parameter_is_refused() -> None:
     model.head.weight.register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(CaptureError, match=r"head\.weight has a hook"):
         fxpipe.compile(model, {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
+
+
+class Weighted(nn.Module):
+    """Its loss is scaled by what two plain attributes hold; forward counts its calls in a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.alpha, self.t, self.calls = 1.0, torch.ones(6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 1
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x * self.t.to(x.dtype)).mean() * self.alpha
+
+
+def test_follows_attributes_that_change() -> None:
+    model, reference = Weighted().double(), Weighted().double()
+    reference.load_state_dict(model.state_dict())
+    batch = [(torch.randn(3, 6).double(),) for _ in range(2)]
+    pipe = fxpipe.compile(model, batch[0], ranks=2)
+    traced = len(pipe._variants._known)
+    pipe.step(batch)
+    assert len(pipe._variants._known) == traced
+    for step in range(3):
+        for part in (model, reference):
+            part.zero_grad()
+            part.alpha = 2.0 + (step > 0)
+            part.t = part.t.mul_(3.0) if step == 2 else part.t
+        loss = sum(reference(x) / 2 for (x,) in batch)
+        loss.backward()
+        assert torch.allclose(pipe.step(batch).loss, loss)
+        assert worst(model, reference) < 1e-12
+        model.zero_grad()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6), nn.Linear(6, 1))
+    with pytest.raises(CaptureError, match="sparse=True"):
+        fxpipe.compile(model, (torch.tensor([1, 2]),), loss_fn=lambda out: out.mean(), ranks=2)

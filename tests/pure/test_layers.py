@@ -22,7 +22,7 @@ LEVELS = (
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
     ("program", "stageop", "delivery"),
     ("backends", "runtime"),
-    ("", "variants", "explain", "pipe"),
+    ("", "mode", "variants", "explain", "pipe"),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
