@@ -13,6 +13,8 @@ from fxpipe.torch_internals import flatten_leaves, key_paths, map_leaves, unflat
 
 Microbatch = Mapping[str, Any] | tuple[Any, ...]
 
+# What a dict may hold to be taken apart without a look inside its values.
+_LEAVES = (Tensor, bool, int, float, str)
 # Names of the leaves by structure: finding them takes much longer than the leaves themselves.
 _NAMES: dict[Any, tuple[str, ...]] = {}
 
@@ -30,9 +32,15 @@ class Leaf:
 def flatten(
     microbatch: Microbatch,
 ) -> tuple[list[tuple[str, Tensor]], tuple[tuple[str, object], ...], Any]:
-    """(named tensors, named other values, structure) of a dict of arguments or a tuple."""
+    """(named tensors, named other values, structure) of a dict of arguments or a tuple.
+
+    The order of a dict's keys does not matter.
+    """
     if isinstance(microbatch, Mapping):
-        call: tuple[Any, Any] = ((), dict(microbatch))
+        arguments = dict(sorted(microbatch.items()))
+        if all(value is None or isinstance(value, _LEAVES) for value in arguments.values()):
+            return _parted(tuple(arguments), list(arguments.values()), None)
+        call: tuple[Any, Any] = ((), arguments)
     elif isinstance(microbatch, tuple):
         call = (microbatch, {})
     else:
@@ -43,20 +51,28 @@ def flatten(
     leaves, spec = flatten_leaves(call)
     if spec not in _NAMES:
         _NAMES[spec] = tuple(map(_name, key_paths(call)))
-    names = list(zip(_NAMES[spec], leaves, strict=True))
-    tensors = [(name, value) for name, value in names if isinstance(value, Tensor)]
-    fixed = tuple((name, value) for name, value in names if not isinstance(value, Tensor))
-    return tensors, fixed, (spec, tuple(isinstance(v, Tensor) for _, v in names))
+    return _parted(_NAMES[spec], leaves, spec)
+
+
+def _parted(
+    names: tuple[str, ...], leaves: list[Any], spec: Any
+) -> tuple[list[tuple[str, Tensor]], tuple[tuple[str, object], ...], Any]:
+    named = list(zip(names, leaves, strict=True))
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    fixed = tuple((name, value) for name, value in named if not isinstance(value, Tensor))
+    return tensors, fixed, (spec, names, tuple(isinstance(value, Tensor) for value in leaves))
 
 
 def rebuild(
     tensors: Sequence[Tensor], structure: Any, fixed: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that `flatten` took apart."""
-    tree, is_tensor = structure
+    spec, names, is_tensor = structure
     moving, constant = iter(tensors), iter(value for _, value in fixed)
     leaves = [next(moving) if tensor else next(constant) for tensor in is_tensor]
-    args, kwargs = unflatten(leaves, tree)
+    if spec is None:
+        return (), dict(zip(names, leaves, strict=True))
+    args, kwargs = unflatten(leaves, spec)
     return args, kwargs
 
 

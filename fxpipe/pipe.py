@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe import passes
 from fxpipe.backends import Backend, choose
-from fxpipe.bind import Bound, Sizes
+from fxpipe.bind import Bound
 from fxpipe.capture import Captured, LossFn
 from fxpipe.cut import Cut
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
-from fxpipe.inputs import Microbatch, flatten, split_batch
+from fxpipe.inputs import Microbatch, split_batch
 from fxpipe.joint import StageGraphs
 from fxpipe.passes.regions import Regions
 from fxpipe.program import Program, emit
@@ -118,11 +118,11 @@ class Pipe:
         """
         parts = split_batch(batch, self._microbatches)
         self._variants.follow_mode()
-        numbers = [self._variants.number(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
+        fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
         factors = self._weights(weights, len(parts))
         bound = [
-            self._bound(index, number, mb, factors[index])
-            for index, (number, mb) in enumerate(zip(numbers, parts, strict=True))
+            Bound(index, fit.number, self._variants[fit.number], fit.sizes, fit.tensors, weight)
+            for index, (fit, weight) in enumerate(zip(fits, factors.unbind(), strict=True))
         ]
         self._microbatches = self._microbatches or len(parts)
         programs = {rank: self._program(rank, len(parts)) for rank in self.backend.mine}
@@ -151,7 +151,7 @@ class Pipe:
         """Trace the example, if there is one; compile has done it already."""
         self._variants.follow_mode()
         if self._example is not None:
-            self._variants.number(self._example, "the example")
+            self._variants.fit(self._example, "the example")
 
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         dtype = self._variants.loss_dtype
@@ -164,11 +164,6 @@ class Pipe:
                 "microbatches"
             )
         return found
-
-    def _bound(self, index: int, number: int, mb: Microbatch, weight: Tensor) -> Bound:
-        tensors = [tensor for _, tensor in flatten(mb)[0]]
-        sizes: Sizes = self._variants.sizes(number, tensors)
-        return Bound(index, number, self._variants[number], sizes, tensors, weight)
 
     @property
     def _device(self) -> torch.device:

@@ -6,6 +6,7 @@ comes. All of them share one cut, so that one table and one program run any mixt
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ from fxpipe.mode import Mode, mode_of, refuse_autocast
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
 LIMIT = 16
+
+
+class Fit(NamedTuple):
+    """A microbatch's variant, the sizes that follow from its shapes, and its tensors."""
+
+    number: int
+    sizes: Sizes
+    tensors: list[Tensor]
 
 
 class Variants:
@@ -46,8 +55,7 @@ class Variants:
         # Everything lowered so far, with the mode that it was traced in: also by other schedules.
         self._known: list[tuple[Mode, Lowered]] = [] if known is None else known
         self._mode: Mode = ()
-        self._numbers: dict[object, int] = {}
-        self._sizes: dict[object, Sizes] = {}
+        self._fits: dict[object, tuple[int, Sizes]] = {}
 
     def rescheduled(self, schedule: str, ranks: int) -> "Variants":
         """The same model for another schedule; what is traced already is not traced again."""
@@ -85,24 +93,29 @@ class Variants:
         """Look up the model's tensors again: they may have been replaced since the last step."""
         self.state.update(self._tensors())
 
-    def number(self, microbatch: Microbatch, what: str) -> int:
+    def fit(self, microbatch: Microbatch, what: str) -> "Fit":
         """The variant that runs a microbatch; traced now if there is none.
 
         Raises BatchError, which begins with `what`, when it cannot be run beside the others.
         """
+        tensors, fixed, structure = flatten(microbatch)
+        plain = [tensor for _, tensor in tensors]
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in plain)
+        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed)
+        if key not in self._fits:
+            number = self._number(microbatch, what)
+            self._fits[key] = number, Sizes(self.all[number].captured, plain)
+        return Fit(*self._fits[key], plain)
+
+    def _number(self, microbatch: Microbatch, what: str) -> int:
         if not self.all:
             return self._add(microbatch, what)
-        tensors, fixed, structure = flatten(microbatch)
-        shapes = tuple((tensor.shape, tensor.dtype) for _, tensor in tensors)
-        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed)
-        if key not in self._numbers:
-            problem = mismatch(self.first.captured, microbatch)
-            if problem:
-                raise BatchError(f"{what} does not fit the example: {problem}")
-            fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
-            number = next(fits, None)
-            self._numbers[key] = self._add(microbatch, what) if number is None else number
-        return self._numbers[key]
+        problem = mismatch(self.first.captured, microbatch)
+        if problem:
+            raise BatchError(f"{what} does not fit the example: {problem}")
+        fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
+        number = next(fits, None)
+        return self._add(microbatch, what) if number is None else number
 
     def follow_mode(self) -> None:
         """Start anew if what graphs were traced with has changed: train(), requires_grad, dtype,
@@ -113,8 +126,7 @@ class Variants:
             self._mode = mode
             self.generation += 1
             self.all, self.graphs, self.state = [], [], {}
-            self._numbers.clear()
-            self._sizes.clear()
+            self._fits.clear()
             self.refresh()
 
     def _settle_mode(self) -> None:
@@ -178,13 +190,6 @@ class Variants:
                 "torch.library.custom_op and register_autograd"
             )
         return captured
-
-    def sizes(self, number: int, tensors: Sequence[Tensor]) -> Sizes:
-        """The symbols of a variant for tensors of these shapes; kept between steps."""
-        key = number, tuple(tensor.shape for tensor in tensors)
-        if key not in self._sizes:
-            self._sizes[key] = Sizes(self.all[number].captured, tensors)
-        return self._sizes[key]
 
 
 def _fits(lowered: Lowered, microbatch: Microbatch) -> bool:
