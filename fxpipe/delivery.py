@@ -41,7 +41,7 @@ def arrivals(table: Table) -> tuple[Mapping[int, tuple[int, ...]], ...]:
     A walk of the rows in dependency order, in which each rank carries how many ops of every other
     rank it knows to be done (a vector clock); a transfer brings the sender's knowledge along. Where
     nothing ever comes back, as from a frozen encoder, a send waits for the oldest of a window: no
-    deadlock, since the table holds under a transport whose sends block (`verify.strict`).
+    deadlock, since the table holds under a transport whose sends block (`rendezvous`).
     """
     walk = _Walk(table)
     runnable = list(range(len(table.rows)))
