@@ -20,7 +20,7 @@ LEVELS = (
     ("passes", "passes.communicate", "passes.reduce"),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
-    ("program", "stageop", "delivery"),
+    ("program", "stageop", "delivery", "meter"),
     ("backends", "runtime"),
     ("", "mode", "variants", "explain", "pipe"),
     ("cli", "demo"),
