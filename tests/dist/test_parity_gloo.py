@@ -48,6 +48,7 @@ def _process(rank: int, ranks: int, name: str, dtype: torch.dtype) -> list[Resul
         ("llava", 2, torch.float32),
         ("llava", 4, torch.float64),
         ("internvl", 2, torch.float64),
+        ("internvl", 4, torch.float32),
     ],
 )
 def test_gloo_has_the_bits_of_local(
