@@ -1,5 +1,6 @@
 """Why every module and loose node is where it is, as text."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import fx
@@ -20,20 +21,15 @@ def explain(variants: Sequence[Lowered]) -> str:
 
 def _modules(lowered: Lowered) -> Iterator[str]:
     """Nodes in order, those of one module with the same fate in one line."""
-    rows: dict[tuple[str, tuple[str, ...], str], int] = {}
-    for node, stages in lowered.staging.of.items():
-        key = (_label(node), stages, lowered.regions.why.get(node, "reads a later block"))
-        rows[key] = rows.get(key, 0) + 1
-    ordered = {node: index for index, node in enumerate(lowered.captured.graph.graph.nodes)}
-    first: dict[tuple[str, tuple[str, ...], str], int] = {}
-    for node, stages in lowered.staging.of.items():
-        key = (_label(node), stages, lowered.regions.why.get(node, "reads a later block"))
-        first[key] = min(first.get(key, ordered[node]), ordered[node])
-    for key in sorted(rows, key=first.__getitem__):
-        label, stages, why = key
+    staging, why = lowered.staging.of, lowered.regions.why
+    rows = Counter(
+        (_label(node), staging[node], why.get(node, "reads a later block"))
+        for node in lowered.captured.graph.graph.nodes
+        if node in staging
+    )
+    for (label, stages, reason), count in rows.items():
         where = ", ".join(f"{stage} {_home(lowered, stage)}" for stage in stages)
-        count = f"{rows[key]} node{'s' * (rows[key] > 1)}"
-        yield f"{label} ({count}): {where}: {why}"
+        yield f"{label} ({count} node{'s' * (count > 1)}): {where}: {reason}"
 
 
 def _label(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ Nothing is written back: each level is a record that reads only the records abov
 of them, the Cut, is all that scheduling ever sees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,29 +117,26 @@ def _shared(
     A stage that only reads a parameter belongs to the set too: its copy must follow the others.
     """
     trained = {name for stage in graphs.values() for name in stage.trained}
-    holders: dict[str, list[str]] = {}
-    for stage, found in graphs.items():
-        for name in dict.fromkeys(found.state):
-            if name in trained:
-                holders.setdefault(name, []).append(stage)
+    holders = _holders(graphs, trained)
     groups = dict.fromkeys(tuple(stages) for stages in holders.values())
     return tuple(group for group in groups if len(group) > 1 or rank[group[0]] is None)
 
 
 def same_holders(first: Lowered, other: Lowered) -> str | None:
     """A parameter whose gradient two variants make in different stages; None if there is none."""
-    one, two = _holders(first), _holders(other)
+    one, two = (_holders(low.graphs, low.captured.trained) for low in (first, other))
     moved = [name for name in one if name in two and one[name] != two[name]]
     if not moved:
         return None
     return f"it uses {moved[0]} in {two[moved[0]]}, the example in {one[moved[0]]}"
 
 
-def _holders(lowered: Lowered) -> dict[str, list[str]]:
+def _holders(graphs: Mapping[str, StageGraphs], names: Set[str]) -> dict[str, list[str]]:
+    """For each of these parameters that any stage holds, the stages that do, in their order."""
     found: dict[str, list[str]] = {}
-    for stage, graphs in lowered.graphs.items():
-        for name in dict.fromkeys(graphs.state):
-            if name in lowered.captured.trained:
+    for stage, held in graphs.items():
+        for name in dict.fromkeys(held.state):
+            if name in names:
                 found.setdefault(name, []).append(stage)
     return found
 

@@ -116,7 +116,7 @@ class _Partition:
         for node in reads:
             kept.update(self._bases(node))
         for node in sorted(kept, key=self.order.__getitem__, reverse=True):
-            if self._obtainable(node, kept - {node}):
+            if self._obtainable(node, kept):
                 kept.discard(node)
         return sorted(kept, key=self.order.__getitem__)
 

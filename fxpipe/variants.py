@@ -93,7 +93,7 @@ class Variants:
         """Look up the model's tensors again: they may have been replaced since the last step."""
         self.state.update(self._tensors())
 
-    def fit(self, microbatch: Microbatch, what: str) -> "Fit":
+    def fit(self, microbatch: Microbatch, what: str) -> Fit:
         """The variant that runs a microbatch; traced now if there is none.
 
         Raises BatchError, which begins with `what`, when it cannot be run beside the others.

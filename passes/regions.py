@@ -182,7 +182,6 @@ def cheap_nodes(facts: Facts) -> set[fx.Node]:
     Such a value is computed again wherever it is used instead of being sent; its whole cone of
     inputs must cost less than 2 % of the model's forward.
     """
-    weights = {node: 1 for node in facts.graph.nodes if facts.is_parameter(node)}
     total = facts.work(calls(facts.graph))
     cheap: set[fx.Node] = set()
     cone: dict[fx.Node, float] = {}
@@ -190,7 +189,7 @@ def cheap_nodes(facts: Facts) -> set[fx.Node]:
         sources = [source for source in data_inputs(node) if source.op == "call_function"]
         known = all(source in cheap for source in sources)
         cone[node] = facts.work([node]) + sum(cone.get(source, 0.0) for source in sources)
-        direct = any(source in weights for source in data_inputs(node))
-        if known and not direct and not is_random(node) and cone[node] <= CHEAP * total:
+        derived = known and not facts.has_weights(node) and not is_random(node)
+        if derived and cone[node] <= CHEAP * total:
             cheap.add(node)
     return cheap

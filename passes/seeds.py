@@ -69,6 +69,7 @@ class Facts:
 
 
 def found_seeds(facts: Facts) -> Seeds:
+    """Seeds from the chains of the graph; without any chain, all of it is the backbone."""
     if not facts.chains:
         every = dict.fromkeys(calls(facts.graph), BACKBONE)
         return Seeds({BACKBONE: Role.BACKBONE}, every, ())
@@ -211,8 +212,9 @@ def given_seeds(facts: Facts, given: Mapping[str, Sequence[str]]) -> Seeds:
     roles = dict.fromkeys(members, Role.ENCODER)
     roles[backbone] = Role.BACKBONE
     for name, nodes in members.items():
-        if name == Role.GENERATOR or (name != Role.ENCODER and set(nodes) & downstream - core):
-            roles[name] = Role.GENERATOR if name != backbone else Role.BACKBONE
+        after = name != Role.ENCODER and set(nodes) & downstream - core
+        if name != backbone and (name == Role.GENERATOR or after):
+            roles[name] = Role.GENERATOR
     forced = {node: name for name, nodes in members.items() for node in nodes}
     why = {node: f"given: regions[{name!r}]" for node, name in forced.items()}
     inside = [chain for chain in facts.chains if set(chain.nodes) <= core]
