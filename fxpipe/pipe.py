@@ -190,6 +190,8 @@ class Pipe:
     def _program(self, rank: int, count: int) -> Program:
         key = self._variants.generation, rank, count
         if key not in self._programs:
+            # Programs of an older generation would keep its graphs alive.
+            self._programs = {k: p for k, p in self._programs.items() if k[0] == key[0]}
             table = self._table(count)
             self._programs[key] = emit(
                 table,
