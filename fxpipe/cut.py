@@ -41,14 +41,19 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Region:
-    """`region vision encoder replicated`"""
+    """`region vision encoder replicated recompute`
+
+    recompute: whether its stages keep only what they received, and compute the rest again in the
+    first op of the backward.
+    """
 
     name: str
     role: Role
     layout: Layout
+    recompute: bool = False
 
     def __str__(self) -> str:
-        return f"region {self.name} {self.role} {self.layout}"
+        return f"region {self.name} {self.role} {self.layout}{' recompute' * self.recompute}"
 
 
 @dataclass(frozen=True)
@@ -160,8 +165,8 @@ class Cut:
             match line.split():
                 case ["ranks", count]:
                     ranks = int(count)
-                case ["region", name, role, layout]:
-                    regions.append(Region(name, Role(role), Layout(layout)))
+                case ["region", name, role, layout, *recompute] if recompute in ([], ["recompute"]):
+                    regions.append(Region(name, Role(role), Layout(layout), bool(recompute)))
                 case ["stage", *_]:
                     stages.append(_parse_stage(line))
                 case ["seam", source, "->", target, *marks]:

@@ -81,12 +81,31 @@ def inputs(op: Op, cut: Cut) -> Iterator[Op]:
             return
 
 
+class Live(NamedTuple):
+    """`live vision: 2 2 3 3`: at most so many units of a region are live on each rank.
+
+    A unit is one stage of one microbatch, from its F to the last op of its backward.
+    """
+
+    region: str
+    units: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"live {self.region}: {' '.join(map(str, self.units))}"
+
+
 @dataclass(frozen=True)
 class Table:
-    """The cut and one row of ops per rank. `Table.parse(str(table)) == table`."""
+    """The cut and one row of ops per rank. `Table.parse(str(table)) == table`.
+
+    schedule: by what the rows were made, `nested/1f1b`; live: what the table says that it holds.
+    Both are claims, which `verify` checks; a table that claims nothing is as good.
+    """
 
     cut: Cut
     rows: tuple[tuple[Op, ...], ...]
+    schedule: str = ""
+    live: tuple[Live, ...] = ()
 
     @cached_property
     def place(self) -> dict[Op, int]:
@@ -113,19 +132,24 @@ class Table:
 
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, row))}".rstrip() for r, row in enumerate(self.rows))
-        return "\n".join([str(self.cut), *rows])
+        schedule = [f"schedule {self.schedule}"] if self.schedule else []
+        return "\n".join([str(self.cut), *schedule, *map(str, self.live), *rows])
 
     @staticmethod
     def parse(text: str) -> "Table":
         """The table that prints as `text`. Raises TableError."""
         cut: list[str] = []
         rows: list[tuple[Op, ...]] = []
+        schedule, live = "", []
         for line in text.splitlines():
-            found = re.match(r"\s*rank (\d+):", line)
-            if found is None:
-                cut.append(line)
-            elif int(found[1]) != len(rows):
-                raise TableError(f"rank {found[1]} stands where rank {len(rows)} is expected")
-            else:
+            if found := re.match(r"\s*rank (\d+):", line):
+                if int(found[1]) != len(rows):
+                    raise TableError(f"rank {found[1]} stands where rank {len(rows)} is expected")
                 rows.append(tuple(map(Op.parse, line[found.end() :].split())))
-        return Table(Cut.parse("\n".join(cut)), tuple(rows))
+            elif found := re.fullmatch(r"\s*schedule (\S+)\s*", line):
+                schedule = found[1]
+            elif found := re.fullmatch(r"\s*live (\S+):((?:\s+\d+)+)\s*", line):
+                live.append(Live(found[1], tuple(map(int, found[2].split()))))
+            else:
+                cut.append(line)
+        return Table(Cut.parse("\n".join(cut)), tuple(rows), schedule, tuple(live))

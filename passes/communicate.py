@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fxpipe.costs import Costs
 from fxpipe.simulate import simulate
@@ -32,7 +33,7 @@ def communicate(table: Table, *, costs: Costs | None = None) -> Table:
             spot = bisect_left(starts[peer], span.end)
             posts[peer].setdefault(spot, []).append(span.op.source(span.rank))
     rows = (tuple(_row(row, sends, post)) for row, post in zip(table.rows, posts, strict=True))
-    return Table(table.cut, tuple(rows))
+    return replace(table, rows=tuple(rows))
 
 
 def _readers(table: Table) -> dict[Op, set[int]]:

@@ -1,5 +1,7 @@
 """Put the reductions of shared gradients into a table."""
 
+from dataclasses import replace
+
 from fxpipe.cut import Kind
 from fxpipe.table import Op, Table
 
@@ -21,4 +23,4 @@ def reduce(table: Table) -> Table:
         )
         for rank, row in enumerate(table.rows)
     )
-    return Table(table.cut, tuple(rows))
+    return replace(table, rows=tuple(rows))
