@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fxpipe", "passes", "backends")
 GRAPH = 4  # the level of a module that is not named here
-SCHEDULING = ("units", "skeletons", "walk", "nest", "schedule")
+SCHEDULING = ("units", "bases", "skeletons", "actions", "walk", "nest", "schedule")
 CAPTURE = ("torch_internals", "inputs", "dataflow", "capture")
 STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower")
 LEVELS = (
