@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from fxpipe import passes
+from fxpipe.cli_plan import plan
 from fxpipe.errors import FxpipeError
-from fxpipe.schedule import AUTO, derive
+from fxpipe.schedule import AUTO
 from fxpipe.simulate import simulate as run_simulation
 from fxpipe.table import Table
 from fxpipe.timeline import Timeline
@@ -27,17 +27,11 @@ app = typer.Typer(
 )
 
 _File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of a table.")]
-_CutFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of a cut.")]
 _Schedule = Annotated[str, typer.Option(help="PLACEMENT/BASE, or auto.")]
-_Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches per step.")]
 _Trace = Annotated[Path | None, typer.Option(help="Write a Perfetto trace of it here.")]
 
 
-@app.command()
-def plan(file: _CutFile, microbatches: _Microbatches = 8, schedule: _Schedule = AUTO) -> None:
-    """Print the operator table of a schedule for a cut."""
-    cut = Table.parse(file.read_text(encoding="utf-8")).cut
-    typer.echo(str(passes.run(derive(cut, microbatches, schedule))))
+app.command()(plan)
 
 
 @app.command()

@@ -35,3 +35,7 @@ class BackendError(FxpipeError):
 
 class RankError(FxpipeError):
     """A rank failed in the middle of a step; names the rank, the op and the cause."""
+
+
+class OptionError(FxpipeError):
+    """An option of a command that cannot be read, or that does not fit the others."""

@@ -12,12 +12,14 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("fxpipe", "passes", "backends")
 GRAPH = 4  # the level of a module that is not named here
 SCHEDULING = ("units", "bases", "skeletons", "actions", "walk", "nest", "schedule")
+SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
+CHECKS = ("rendezvous", "rules", "verify")
 CAPTURE = ("torch_internals", "inputs", "dataflow", "capture")
 STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower")
 LEVELS = (
     ("errors", "cut", "table"),
-    ("timeline", "costs", "simulate", "rendezvous", "verify", "trace", *SCHEDULING),
-    ("passes", "passes.communicate", "passes.reduce"),
+    ("timeline", "costs", "simulate", *CHECKS, "trace", *SCHEDULING, *SKETCH),
+    ("passes", "forecast", "passes.communicate", "passes.reduce"),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
     ("program", "stageop", "delivery", "meter"),

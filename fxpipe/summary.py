@@ -1,0 +1,68 @@
+"""A summary of a schedule's figures in words and aligned columns."""
+
+from collections.abc import Iterator, Sequence
+
+from fxpipe.figures import Figures
+
+
+def summary(found: Figures, width: int) -> str:
+    """Makespan against its bound; what each rank holds and waits for; who owns what."""
+    lines = [_headline(found), "", *_ranks(found)]
+    if found.owners:
+        lines += ["", *(_owners(name, ranks, width) for name, ranks in found.owners.items())]
+    return "\n".join(lines)
+
+
+def front(points: Sequence[dict[str, object]], chosen: str) -> str:
+    """The schedules that no other beats in both time and memory, an arrow at the one chosen."""
+    heads = list(dict.fromkeys(key for point in points for key in point))
+    rows = [[_shown(point.get(head)) for head in heads] for point in points]
+    marked = [">" if point.get("schedule") == chosen else "" for point in points]
+    return "\n".join(
+        columns(["", *heads], [[m, *row] for m, row in zip(marked, rows, strict=True)])
+    )
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of aligned columns: the first two to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        words = [f"{word:>{size}}" for word, size in zip(row, widths, strict=True)]
+        words[0] = f"{row[0]:{widths[0]}}"
+        yield "  ".join(words).rstrip()
+
+
+def _headline(found: Figures) -> str:
+    above = found.makespan / found.lower_bound - 1 if found.lower_bound else 0.0
+    bubble = sum(found.bubble) / len(found.bubble)
+    return (
+        f"makespan {found.makespan:.6g} s, lower bound {found.lower_bound:.6g} s "
+        f"({above:.1%} above it), mean bubble {bubble:.1%}"
+    )
+
+
+def _ranks(found: Figures) -> Iterator[str]:
+    live = {name: units for name, units in found.peak_live.items() if any(units)}
+    heads = ["", "bubble", *(f"live {name}" for name in live)]
+    rows = [
+        [f"rank {rank}", f"{bubble:.1%}", *(str(units[rank]) for units in live.values())]
+        for rank, bubble in enumerate(found.bubble)
+    ]
+    if any(found.encoder):
+        heads += ["E", "w", "spill"]
+        for rank, row in enumerate(rows):
+            seconds = (found.encoder[rank], found.slack[rank], found.spill[rank])
+            row += [f"{number:.4g}" for number in seconds]
+    yield from columns(heads, rows)
+
+
+def _owners(name: str, ranks: Sequence[int], width: int) -> str:
+    line = f"owners {name}: {' '.join(map(str, ranks))}"
+    if len(line) <= width:
+        return line
+    rest = f" ... ({len(ranks)} in all)"
+    return line[: width - len(rest)].rsplit(" ", 1)[0] + rest
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
