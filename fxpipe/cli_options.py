@@ -48,7 +48,9 @@ Bandwidth = Annotated[float, typer.Option(min=0, help="Bytes per second between 
 Bytes = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=N", help="Bytes that a region sends per microbatch, both ways. Repeatable."
+        "--bytes",
+        metavar="NAME=N",
+        help="Bytes that a region sends per microbatch, both ways. Repeatable.",
     ),
 ]
 Keep = Annotated[

@@ -133,6 +133,7 @@ def _record(found: Forecast) -> dict[str, Any]:
         "lower_bound": seen.lower_bound,
         "bubble": seen.bubble,
         "peak_live": seen.peak_live,
+        "peak_bytes": seen.peak_bytes,
         "owners": seen.owners,
         "E": seen.encoder,
         "w": seen.slack,

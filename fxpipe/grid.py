@@ -62,8 +62,7 @@ def grid(timeline: Timeline, width: int, *, colour: bool) -> Text:
     listed = dict.fromkeys([*marked.values(), REDUCTION])
     order = [mark for mark in listed if mark in used]
     text.append_text(_legend(order, colour=colour, width=width))
-    text.append(_note(view, timeline))
-    return text
+    return text.append(_note(view, timeline))
 
 
 def window(timeline: Timeline, columns: int) -> Window:
@@ -107,14 +106,13 @@ def _row(
     colour: bool,
 ) -> list[_Cell]:
     line: list[_Cell] = [("·", "dim") if colour else (".", "")] * view.total
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.seconds):  # idle columns show short ops, too
         first, last = view.column(span.start - start), view.column(span.end - start)
         hidden = view.tail and first > view.head and last < view.total - view.tail
-        if first < last and not hidden:
-            mark = _mark(span, marked)
+        if span.seconds and not hidden:
+            mark, last = _mark(span, marked), max(last, first + 1)
             style = mark.style if colour else ""
-            cells = [(letter, style) for letter in _words(span, mark, last - first, colour)]
-            line[first:last] = cells
+            line[first:last] = [(x, style) for x in _words(span, mark, last - first, colour)]
     return view.shown(line[: view.total])
 
 
@@ -140,7 +138,7 @@ def _axis(view: Window) -> list[_Cell]:
         if whole and at + len(word) <= view.total:
             line[at : at + len(word)] = [(letter, "dim") for letter in word]
     shown = view.shown(line)
-    while shown and shown[-1] == (" ", ""):
+    while shown and shown[-1][0] == " ":
         shown.pop()
     return shown
 
@@ -152,17 +150,21 @@ def _round_up(seconds: float) -> float:
 
 
 def _legend(order: Sequence[Mark], *, colour: bool, width: int) -> Text:
-    """`v V vision F W   F B W llm F B W`, in as many lines as it takes."""
-    text, used = Text(), 0
-    for mark in order:
-        says = f"{mark.region} {mark.says}".strip()
-        if used + len(says) + 5 > width and used:
-            text.append("\n")
-            used = 0
-        text.append("  " if used else "")
-        text.append("   " if colour else mark.letter, mark.style if colour else "")
-        text.append(f" {says}")
-        used += len(says) + 6
+    """`vision v:F V:W  llm F:F B:B W:W`, in as many lines as it takes."""
+    text, used = Text("\n"), 0
+    for what in dict.fromkeys(mark.what for mark in order):
+        entry = Text(what)
+        for mark in order:
+            if mark.what == what:
+                entry.append(" ")
+                shown = f" {mark.kind} " if colour else f"{mark.letter}:{mark.kind}"
+                entry.append(shown, mark.style if colour else "")
+        if used:
+            wraps = used + 3 + len(entry) > width
+            text.append("\n" if wraps else "   ")
+            used = 0 if wraps else used + 3
+        text.append_text(entry)
+        used += len(entry)
     return text.append("\n")
 
 
@@ -171,11 +173,12 @@ def _note(view: Window, timeline: Timeline) -> str:
     if view.tail:
         left = (view.total - view.head - view.tail) * view.slot
         return f"{note}; {left:.3g} of {timeline.makespan:.3g} s in the middle are left out\n"
-    whole = all(
-        math.isclose(span.seconds / view.slot, round(span.seconds / view.slot), abs_tol=1e-3)
+    exact = all(
+        math.isclose(time, round(time), abs_tol=1e-3)
         for span in timeline.compute
+        for time in ((span.start - timeline.start) / view.slot, span.seconds / view.slot)
     )
-    return f"{note}\n" if whole else f"{note}; ops are rounded to columns, short ones may be lost\n"
+    return f"{note}\n" if exact else f"{note}; ops are rounded to columns, short ones may be lost\n"
 
 
 def _line(text: Text, label: str, cells: Iterable[_Cell]) -> None:

@@ -27,15 +27,15 @@ _COMPUTE = (Kind.F, Kind.B, Kind.W)
 
 
 class Mark(NamedTuple):
-    """A letter, and a style of rich; `says` is what the legend says of it."""
+    """A letter, and a style of rich; the legend names what it is a kind of."""
 
     letter: str
     style: str
-    region: str
-    says: str
+    what: str
+    kind: Kind
 
 
-REDUCTION = Mark("R", "#ffffff on #4b5563", "", "R")
+REDUCTION = Mark("R", "#ffffff on #4b5563", "gradients", Kind.R)
 
 
 def marks(cut: Cut) -> dict[tuple[str, Kind], Mark]:
@@ -63,7 +63,7 @@ def _mark(stage: Stage, kind: Kind, letters: str, ramp: Ramp) -> Mark:
 def _odd(stage: Stage, kind: Kind, letters: str, _: Ramp) -> Mark:
     """The mark of every second stage of the backbone."""
     mark = _mark(stage, kind, letters.lower(), _RAMPS[Role.BACKBONE][1])
-    return mark._replace(says=f"{kind}, second stages")
+    return mark._replace(what=f"{stage.region} (second stages)")
 
 
 def _turns(cut: Cut) -> dict[str, bool]:

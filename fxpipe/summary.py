@@ -16,19 +16,21 @@ def summary(found: Figures, width: int) -> str:
 def front(points: Sequence[dict[str, object]], chosen: str) -> str:
     """The schedules that no other beats in both time and memory, an arrow at the one chosen."""
     heads = list(dict.fromkeys(key for point in points for key in point))
-    rows = [[_shown(point.get(head)) for head in heads] for point in points]
-    marked = [">" if point.get("schedule") == chosen else "" for point in points]
-    return "\n".join(
-        columns(["", *heads], [[m, *row] for m, row in zip(marked, rows, strict=True)])
-    )
+    rows = [
+        [">" if point.get("schedule") == chosen else "", *(_shown(point.get(x)) for x in heads)]
+        for point in points
+    ]
+    return "\n".join(columns(["", *heads], rows, left=2))
 
 
-def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of aligned columns: the first two to the left, numbers to the right."""
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
+    """Lines of aligned columns: so many to the left, the others, numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
-        words = [f"{word:>{size}}" for word, size in zip(row, widths, strict=True)]
-        words[0] = f"{row[0]:{widths[0]}}"
+        words = (
+            f"{word:<{size}}" if at < left else f"{word:>{size}}"
+            for at, (word, size) in enumerate(zip(row, widths, strict=True))
+        )
         yield "  ".join(words).rstrip()
 
 
@@ -48,12 +50,16 @@ def _ranks(found: Figures) -> Iterator[str]:
         [f"rank {rank}", f"{bubble:.1%}", *(str(units[rank]) for units in live.values())]
         for rank, bubble in enumerate(found.bubble)
     ]
+    if found.peak_bytes:
+        heads.append("bytes")
+        for row, held in zip(rows, found.peak_bytes, strict=True):
+            row.append(f"{held:.4g}")
     if any(found.encoder):
         heads += ["E", "w", "spill"]
         for rank, row in enumerate(rows):
             seconds = (found.encoder[rank], found.slack[rank], found.spill[rank])
             row += [f"{number:.4g}" for number in seconds]
-    yield from columns(heads, rows)
+    yield from columns(heads, rows, left=1)
 
 
 def _owners(name: str, ranks: Sequence[int], width: int) -> str:
