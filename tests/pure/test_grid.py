@@ -94,7 +94,7 @@ def test_a_step_that_no_slot_divides_is_compressed() -> None:
     assert grid(timeline, 23, colour=False).plain == (
         "       0          20\n"
         "rank 0 F0---F1----B0---\n"
-        "rank 1 .....F0---B.....\n"
+        "rank 1 .....F0----B....\n"
         "\n"
         "llm F:F B:B\n"
         "one column is 1.88 s; ops are rounded to columns, short ones may be lost\n"
