@@ -9,7 +9,7 @@ at any later time (zero-bubble splitting, without a notion of layers). Where no 
 gradient there is no B, and W does it all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT, arguments, is_in_place
 from fxpipe.errors import CaptureError
-from fxpipe.partition import partition
+from fxpipe.partition import ThreeGraphs, partition
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guarding, guards
@@ -65,8 +65,10 @@ class Differentiated:
     guards: tuple[sympy.Basic, ...]
 
 
-def differentiate(captured: Captured, stages: Stages) -> Differentiated:
-    """F, B and W of every stage.
+def differentiate(
+    captured: Captured, stages: Stages, recompute: Collection[str] = ()
+) -> Differentiated:
+    """F, B and W of every stage. recompute: regions that compute their forward again.
 
     Gates are exact and per value: a first walk downstream finds which crossing values depend on a
     trained parameter, a second one upstream which of them get a gradient at all.
@@ -83,7 +85,9 @@ def differentiate(captured: Captured, stages: Stages) -> Differentiated:
             for pair in stages.links:
                 if pair[1] == name:
                     grads[pair] = tuple(v for v in stages.links[pair] if v in returned)
-            graphs[name] = _stage_graphs(captured, stages, name, grads, joint)
+            parts = _parts(captured, stages, name, grads, joint)
+            three = partition(joint, parts, stages[name].region in recompute)
+            graphs[name] = _stage_graphs(captured, parts, joint, three)
     ordered = {name: graphs[name] for name in stages}
     return Differentiated(ordered, grads, tuple(guards(mode)))
 
@@ -236,34 +240,44 @@ def _gradients(
     return [None if gradient is None else gradient.contiguous() for gradient in found]
 
 
-def _stage_graphs(
+def _parts(
     captured: Captured,
     stages: Stages,
     name: str,
     grads: Mapping[Pair, tuple[str, ...]],
     joint: Joint,
-) -> StageGraphs:
+) -> Parts:
     stage = stages[name]
     into = [pair for pair in stages.links if pair[1] == name]
     out = [pair for pair in stages.links if pair[0] == name]
-    trained = {
-        captured.state[holder]: gradient
-        for holder, gradient in joint.gradients.items()
-        if holder in stage.state and gradient is not None
-    }
     position = dict(zip(stage.sent, joint.sent, strict=True))
-    parts = Parts(
+    return Parts(
         stage=stage,
         received=[stages.links[pair] for pair in into],
         sent=[[position[value] for value in stages.links[pair]] for pair in out],
         wanted=[[f"d_{v}_{pair[1]}" for v in grads[pair]] for pair in out if grads.get(pair)],
         returned=[[joint.gradients[v] for v in grads[pair]] for pair in into if grads.get(pair)],
-        weights=list(trained.values()),
+        weights=list(_trained(captured, stage, joint).values()),
     )
-    graphs = partition(joint, parts)
+
+
+def _trained(captured: Captured, stage: Stage, joint: Joint) -> dict[str, fx.Node]:
+    """The parameters that get a gradient in a stage."""
+    return {
+        captured.state[holder]: gradient
+        for holder, gradient in joint.gradients.items()
+        if holder in stage.state and gradient is not None
+    }
+
+
+def _stage_graphs(
+    captured: Captured, parts: Parts, joint: Joint, graphs: ThreeGraphs
+) -> StageGraphs:
+    stage = parts.stage
+    trained = _trained(captured, stage, joint)
     kinds = [Kind.F] + [Kind.B] * bool(parts.returned) + [Kind.W] * bool(trained)
     return StageGraphs(
-        stage=name,
+        stage=stage.name,
         state=tuple(captured.state[holder] for holder in stage.state),
         trained=tuple(trained),
         fields=stage.fields,

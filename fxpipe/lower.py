@@ -1,6 +1,6 @@
 """One variant of a model, lowered: cut into regions and stages, differentiated.
 
-    lower(captured, microbatch, schedule=..., ranks=...) -> Lowered
+    lower(captured, microbatch, scheduler=..., ranks=...) -> Lowered
 
 Nothing is written back: each level is a record that reads only the records above it, and the last
 of them, the Cut, is all that scheduling ever sees.
@@ -13,18 +13,23 @@ from functools import cached_property
 from fxpipe import cut as cuts
 from fxpipe.bind import solve
 from fxpipe.capture import Captured
-from fxpipe.cut import Cut, Layout, Role, Seam
+from fxpipe.cut import Cut, Layout, Seam
+from fxpipe.errors import RegionError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate
 from fxpipe.passes.regions import Regions, find_regions
-from fxpipe.passes.stages import Staging, assign_stages
-from fxpipe.schedule import Plan, layout
+from fxpipe.passes.stages import Spans, Staging, assign_stages
+from fxpipe.schedule import Plan
+from fxpipe.scheduler import Scheduler
 from fxpipe.split import Stages, split
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """Every level of one variant, from its graph down to the cut."""
+    """Every level of one variant, from its graph down to the cut.
+
+    recompute: the regions whose backward computes the forward again
+    """
 
     captured: Captured
     regions: Regions
@@ -33,6 +38,7 @@ class Lowered:
     parts: Differentiated
     plan: Plan
     ranks: int
+    recompute: tuple[str, ...]
 
     @property
     def graphs(self) -> Mapping[str, StageGraphs]:
@@ -54,22 +60,23 @@ def lower(
     captured: Captured,
     microbatch: Microbatch,
     *,
-    schedule: str,
+    scheduler: Scheduler,
     ranks: int,
     given: Mapping[str, Sequence[str]] | None = None,
-    spans: Sequence[tuple[int, int]] = (),
+    spans: Mapping[str, Spans] | None = None,
 ) -> Lowered:
     """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch.
 
-    spans: where another variant cut the backbone: one parameter must be in the same stage in all
+    spans: where another variant cut its regions: one parameter must be in the same stage in all
     """
     symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
     regions = find_regions(captured, symbols, given)
-    plan = plan_for(regions, schedule, ranks)
-    staging = assign_stages(captured, regions, symbols, len(plan.backbone), spans)
+    plan = scheduler.plan(ranks, regions.roles)
+    recompute = _known(scheduler.recompute, regions)
+    staging = assign_stages(captured, regions, symbols, stage_names(regions, plan), spans)
     stages = split(captured, staging)
-    parts = differentiate(captured, stages)
-    return Lowered(captured, regions, staging, stages, parts, plan, ranks)
+    parts = differentiate(captured, stages, recompute)
+    return Lowered(captured, regions, staging, stages, parts, plan, ranks, recompute)
 
 
 def moved(lowered: Lowered, plan: Plan, ranks: int) -> Lowered:
@@ -77,24 +84,31 @@ def moved(lowered: Lowered, plan: Plan, ranks: int) -> Lowered:
     return replace(lowered, plan=plan, ranks=ranks)
 
 
-def plan_for(regions: Regions, schedule: str, ranks: int) -> Plan:
-    """Where the schedule wants these regions to live."""
-    named = {role: [n for n, r in regions.roles.items() if r is role] for role in Role}
-    return layout(schedule, ranks, named[Role.ENCODER], named[Role.GENERATOR])
+def stage_names(regions: Regions, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The stages of each region: `llm0`, `llm1`; one that is whole has its region's name."""
+    homes = {**plan.home, regions.backbone: plan.backbone}
+    return {
+        name: tuple(f"{name}{i}" for i in range(len(home))) if isinstance(home, tuple) else (name,)
+        for name, home in ((name, homes[name]) for name in regions.roles)
+    }
+
+
+def _known(recompute: Sequence[str], regions: Regions) -> tuple[str, ...]:
+    unknown = [name for name in recompute if name not in regions.roles]
+    if unknown:
+        raise RegionError(
+            f"recompute names {unknown[0]!r}; this model has the regions {', '.join(regions.roles)}"
+        )
+    return tuple(name for name in regions.roles if name in recompute)
 
 
 def _cut(lowered: Lowered) -> Cut:
-    regions, staging, plan = lowered.regions, lowered.staging, lowered.plan
-    grads = lowered.parts.grads
-    backbone = iter(plan.backbone)
-    rank = {
-        name: next(backbone) if region == regions.backbone else plan.home[region]
-        for name, region in staging.region.items()
-    }
+    regions, staging = lowered.regions, lowered.staging
+    grads, rank = lowered.parts.grads, _ranks(regions, lowered.plan)
     return Cut(
         ranks=lowered.ranks,
         regions=tuple(
-            cuts.Region(name, role, Layout.SHARDED if role is Role.BACKBONE else plan.layout)
+            cuts.Region(name, role, _layout(name, lowered), name in lowered.recompute)
             for name, role in regions.roles.items()
         ),
         stages=tuple(
@@ -107,6 +121,21 @@ def _cut(lowered: Lowered) -> Cut:
         ),
         shared=_shared(lowered.graphs, rank),
     )
+
+
+def _ranks(regions: Regions, plan: Plan) -> dict[str, int | None]:
+    """Where each stage lives; None in a replicated region."""
+    homes = {**plan.home, regions.backbone: plan.backbone}
+    found: dict[str, int | None] = {}
+    for region, names in stage_names(regions, plan).items():
+        home = homes[region]
+        found.update(zip(names, home if isinstance(home, tuple) else (home,), strict=True))
+    return found
+
+
+def _layout(region: str, lowered: Lowered) -> Layout:
+    whole = region != lowered.regions.backbone and lowered.plan.home[region] is None
+    return Layout.REPLICATED if whole else Layout.SHARDED
 
 
 def _shared(

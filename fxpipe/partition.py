@@ -2,7 +2,8 @@
 
 Kept is what the backward reads of the forward, after three reductions: a view is made again from
 its base, a size is computed from the microbatch, and a value that is a cheap function of kept
-values, parameters or inputs is computed again instead of being kept beside them.
+values, parameters or inputs is computed again instead of being kept beside them. A stage that
+recomputes keeps only what it received and what chance has made.
 """
 
 import operator
@@ -38,16 +39,19 @@ class ThreeGraphs:
     sizes: tuple[sympy.Expr, ...]
 
 
-def partition(joint: Joint, parts: Parts) -> ThreeGraphs:
-    """Cut the joint graph; see `fxpipe.joint` for what the three graphs take and give."""
-    return _Partition(joint, parts).cut()
+def partition(joint: Joint, parts: Parts, recompute: bool = False) -> ThreeGraphs:
+    """Cut the joint graph; see `fxpipe.joint` for what the three graphs take and give.
+
+    recompute: the first graph of the backward computes again all that it reads of the forward.
+    """
+    return _Partition(joint, parts, recompute).cut()
 
 
 class _Partition:
     """The nodes of the joint graph, sorted into phases."""
 
-    def __init__(self, joint: Joint, parts: Parts) -> None:
-        self.joint, self.parts = joint, parts
+    def __init__(self, joint: Joint, parts: Parts, recompute: bool) -> None:
+        self.joint, self.parts, self.recompute = joint, parts, recompute
         self.whole = Whole(joint, parts)
         self.order, self.source = self.whole.order, self.whole.source
         stage = parts.stage
@@ -69,7 +73,7 @@ class _Partition:
             from_forward = [n for n in for_w if n in forward or self._is_received(n)]
             reads = [*self._reads(backward, flat(returned), forward), *from_forward]
         self.free |= {self.joint.holders[name] for name in self._tangents()}
-        for_b = self._reduce(reads)
+        for_b = self._origins(reads) if self.recompute else self._reduce(reads)
         if not returned:
             for_w = for_b
         return ThreeGraphs(
@@ -120,6 +124,24 @@ class _Partition:
                 kept.discard(node)
         return sorted(kept, key=self.order.__getitem__)
 
+    def _origins(self, reads: Iterable[fx.Node]) -> list[fx.Node]:
+        """The values from which all that is read can be computed again: what was received, and
+        what chance has made, which must not be drawn twice."""
+        kept: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        stack = list(reads)
+        while stack:
+            node = stack.pop()
+            if node in seen or node in self.free:
+                continue
+            seen.add(node)
+            maker = self._inputs(node)[0] if _is_item(node) else node
+            if node.op == "placeholder" or _draws(maker):
+                kept.add(node)
+            else:
+                stack.extend(self._inputs(node))
+        return sorted(kept, key=self.order.__getitem__)
+
     def _bases(self, node: fx.Node) -> list[fx.Node]:
         """A view's base; a value that is no view stands for itself."""
         if node in self.free:
@@ -152,3 +174,14 @@ def _is_item(node: fx.Node) -> bool:
 def _is_cheap(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     return packet in _CHEAP and not is_random(node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers; attention may, and draws none without dropout."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "dropout_p" not in names:
+        return is_random(node)
+    at = names.index("dropout_p")
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return is_random(node) and bool(given)

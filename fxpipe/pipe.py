@@ -6,25 +6,27 @@ result = pipe.step(microbatches)
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe import passes
 from fxpipe.backends import Backend, choose
 from fxpipe.bind import Bound
 from fxpipe.capture import Captured, LossFn
+from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
 from fxpipe.inputs import Microbatch, split_batch
 from fxpipe.joint import StageGraphs
 from fxpipe.passes.regions import Regions
+from fxpipe.passes.reorder import check_order
 from fxpipe.program import Program, emit
 from fxpipe.runtime import Step, run_step
-from fxpipe.schedule import Schedule, derive
+from fxpipe.scheduler import Owners, scheduler
 from fxpipe.split import Stages
 from fxpipe.stageop import check_engine
 from fxpipe.table import Table
@@ -56,30 +58,37 @@ def compile(
     example: Microbatch | None = None,
     *,
     microbatches: int | None = None,
-    schedule: str = "auto",
+    schedule: str | Path | Table = "auto",
     ranks: int | None = None,
     mesh: DeviceMesh | None = None,
     backend: str | None = None,
     regions: Mapping[str, Sequence[str]] | None = None,
     loss_fn: LossFn | None = None,
     engine: str = "aten",
+    chunks: int | None = None,
+    owners: Owners | None = None,
+    recompute: Sequence[str] = (),
+    memory_budget: float | None = None,
+    costs: Costs | None = None,
 ) -> "Pipe":
     """Compile a model for pipeline-parallel training.
 
     example: one microbatch, a dict of keyword arguments or a tuple; without it, the first `step`
-    traces. microbatches: how many a dict given to `step` is cut into. schedule: `PLACEMENT/BASE`.
-    ranks, mesh, backend: where it runs; by default as torch.distributed was started, and in this
-    process alone where it was not. regions: region -> names of modules, instead of what is found.
-    loss_fn: model output -> scalar loss. engine: "aten" runs the graphs, "inductor" compiles them.
+    traces. microbatches: how many a dict given to `step` is cut into. schedule: `PLACEMENT/BASE`,
+    or a Table, its text or its file. ranks, mesh, backend: where it runs; by default as
+    torch.distributed was started, and in this process alone where it was not. regions: region ->
+    names of modules, instead of what is found. loss_fn: model output -> scalar loss. engine: "aten"
+    runs the graphs, "inductor" compiles them. chunks, owners, recompute, memory_budget, costs: see
+    `fxpipe.scheduler.scheduler`.
 
     Raises CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
     """
     check_engine(engine)
-    Schedule.parse(schedule)
+    how = scheduler(schedule, chunks, owners, recompute, memory_budget, costs)
     if microbatches is not None and microbatches < 1:
         raise BatchError(f"microbatches={microbatches}; a step needs at least one")
-    where = choose(backend, ranks, mesh)
-    variants = Variants(model, schedule, where.ranks, regions, loss_fn)
+    where = choose(backend, how.ranks if ranks is None else ranks, mesh)
+    variants = Variants(model, how, where.ranks, regions, loss_fn)
     pipe = Pipe(model, variants, where, microbatches, engine, example)
     pipe.trace_example()
     return pipe
@@ -100,49 +109,62 @@ class Pipe:
         self.model = model
         self.backend = backend
         self._variants = variants
-        self._microbatches = microbatches
+        self._microbatches = variants.scheduler.microbatches or microbatches
         self._engine = engine
         self._example = example
         self._tables: dict[tuple[Cut, int], Table] = {}
         self._programs: dict[tuple[int, int, int], Program] = {}
         self._last: Step | None = None
 
-    def step(self, batch: Any, weights: Sequence[float] | Tensor | None = None) -> Result:
+    def step(
+        self,
+        batch: Any,
+        weights: Sequence[float] | Tensor | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Result:
         """Forward and backward of every microbatch; gradients are added to `.grad`.
 
         The same as `for mb, w in zip(batch, weights): (w * loss(model(**mb))).backward()`, and the
         result is the same on every rank. batch: a list of microbatches, or one dict whose tensors
         all have the batch as dim 0, with `microbatches` given to `compile`; the same on every
-        rank. weights: one factor for each microbatch, 1/M by default. Raises BatchError before
-        anything runs, RankError if a rank fails; then no `.grad` has changed.
+        rank. weights: one factor for each microbatch, 1/M by default. order: which microbatch runs
+        as number 0, 1, ... of the table (`passes.reorder`). Raises BatchError before anything
+        runs, RankError if a rank fails; then no `.grad` has changed.
         """
         parts = split_batch(batch, self._microbatches)
         self._variants.follow_mode()
         fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
         factors = self._weights(weights, len(parts))
-        bound = [
-            Bound(index, fit.number, self._variants[fit.number], fit.sizes, fit.tensors, weight)
-            for index, (fit, weight) in enumerate(zip(fits, factors.unbind(), strict=True))
-        ]
+        order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
+        bound = []
+        for number, i in enumerate(order):
+            fit, lowered = fits[i], self._variants[fits[i].number]
+            bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
         self._microbatches = self._microbatches or len(parts)
         programs = {rank: self._program(rank, len(parts)) for rank in self.backend.mine}
         self.backend.connect(programs[self.backend.mine[0]].table)
         self._variants.refresh()
-        self._last = run_step(self.backend, programs, bound, factors.dtype)
+        self._last = run_step(self.backend, programs, bound, factors.dtype, order)
         self._accumulate(self._last.gradients)
         return Result(self._last.losses, factors.cpu())
 
     def reschedule(
-        self, schedule: str, ranks: int | None = None, backend: str | None = None
+        self,
+        schedule: str | Path | Table,
+        ranks: int | None = None,
+        backend: str | None = None,
+        **options: Any,
     ) -> "Pipe":
         """The same model under another schedule, on other ranks, or on another backend.
 
-        What is traced already is not traced again, so that schedules can be compared quickly.
+        options: chunks, owners, recompute, memory_budget and costs, as `compile` takes them. What
+        is traced already is not traced again, so that schedules can be compared quickly.
         """
-        Schedule.parse(schedule)
-        same = ranks is None and backend is None
+        how = scheduler(schedule, **options)
+        ranks = how.ranks if ranks is None else ranks
+        same = backend is None and ranks in (None, self.backend.ranks)
         where = self.backend if same else choose(backend or self.backend.name, ranks)
-        variants = self._variants.rescheduled(schedule, where.ranks)
+        variants = self._variants.rescheduled(how, where.ranks)
         pipe = Pipe(self.model, variants, where, self._microbatches, self._engine, self._example)
         pipe.trace_example()
         return pipe
@@ -184,7 +206,7 @@ class Pipe:
     def _table(self, count: int) -> Table:
         key = self.cut, count
         if key not in self._tables:
-            self._tables[key] = passes.run(derive(self.cut, count, self._variants.schedule))
+            self._tables[key] = self._variants.scheduler.table(self.cut, count)
         return self._tables[key]
 
     def _program(self, rank: int, count: int) -> Program:
@@ -258,7 +280,7 @@ class Pipe:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, each once."""
-        mine = self._mine()
+        mine = self._variants.held(self.backend.mine)
         yield from ((n, p) for n, p in self.model.named_parameters() if n in mine)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -267,20 +289,6 @@ class Pipe:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's parameters and buffers under the model's own names, tied ones under each."""
-        mine = self._mine()
+        mine = self._variants.held(self.backend.mine)
         names = self._variants.canonical
         return {k: v for k, v in self.model.state_dict().items() if names.get(k, k) in mine}
-
-    def _mine(self) -> set[str]:
-        """Names of this process's tensors; what no stage reads stays on the first rank."""
-        read = {
-            stage: {name for graphs in self._variants.graphs for name in graphs[stage].state}
-            for stage in self.cut.stage
-        }
-        mine = set()
-        for stage in self.cut.stages:
-            if stage.rank is None or stage.rank in self.backend.mine:
-                mine |= read[stage.name]
-        if 0 in self.backend.mine:
-            mine |= set(self._variants.canonical.values()) - set().union(*read.values())
-        return mine

@@ -20,6 +20,7 @@ from fxpipe.bind import Bound
 from fxpipe.cut import Kind
 from fxpipe.errors import RankError
 from fxpipe.meter import Kept, Meter
+from fxpipe.passes.reorder import reorder
 from fxpipe.program import Program
 from fxpipe.stageop import Grads
 from fxpipe.table import Table
@@ -91,27 +92,37 @@ class Step:
     """What a step gives.
 
     losses: [microbatches], the same on every rank. gradients: name of parameter -> tensor, for the
-    ranks of this process; what several of them hold is there once, their sums being equal.
+    ranks of this process; what several of them hold is there once, their sums being equal. order:
+    which microbatch ran as number 0, 1, ... of the table; losses and timeline have its own number.
     """
 
     losses: Tensor
     gradients: Grads
     table: Table
     numbers: Sequence[Tensor]
+    order: tuple[int, ...]
 
     @cached_property
     def timeline(self) -> Timeline:
         """Spans and peaks of every rank, as measured."""
-        table, skip = self.table, len(_losses_of(self.table))
+        table, skip = reorder(self.table, self.order), len(_losses_of(self.table))
         pairs = [numbers[skip:].view(-1, 2).tolist() for numbers in self.numbers]
         spans, peaks = _spans(table, pairs), _peaks(table, pairs)
         return Timeline(table.cut, tuple(spans), tuple(peaks))
 
 
 def run_step(
-    backend: Backend, programs: Mapping[int, Program], batch: Sequence[Bound], dtype: torch.dtype
+    backend: Backend,
+    programs: Mapping[int, Program],
+    batch: Sequence[Bound],
+    dtype: torch.dtype,
+    order: tuple[int, ...] = (),
 ) -> Step:
-    """Run one step. Collective; raises RankError on every rank if any of them fails."""
+    """Run one step. Collective; raises RankError on every rank if any of them fails.
+
+    batch: in the order of the table; order: which microbatch of the caller each of them is.
+    """
+    order = order or tuple(range(len(batch)))
     table = next(iter(programs.values())).table
     variants = frozenset(mb.variant for mb in batch)
     sizes = [_size(table, rank) for rank in range(len(table.rows))]
@@ -128,7 +139,7 @@ def run_step(
         except LostError as lost:
             raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
         except Exception as error:
-            raise RankError(_failed(rank, running.now, error)) from error
+            raise RankError(_failed(rank, running.now, error, order)) from error
 
     results = backend.run(body)
     numbers = torch.split(next(iter(results.values()))[0], sizes)
@@ -136,13 +147,17 @@ def run_step(
     for rank in sorted(results):
         for name, grad in results[rank][1].items():
             gradients.setdefault(name, grad)
-    return Step(_losses(table, numbers).to(dtype), gradients, table, numbers)
+    losses = torch.empty(len(batch), dtype=dtype)
+    losses[list(order)] = _losses(table, numbers).to(dtype)
+    return Step(losses, gradients, table, numbers, order)
 
 
-def _failed(rank: int, op: str, error: Exception) -> str:
+def _failed(rank: int, op: str, error: Exception, order: tuple[int, ...]) -> str:
+    moved = order != tuple(range(len(order)))
+    note = f". The table's microbatches 0, 1, ... are {order} of the batch" if moved else ""
     return (
         f"rank {rank} failed in {op}: {type(error).__name__}: {error}. Every rank has stopped, no "
-        "gradient was written; the traceback of that rank shows the line"
+        f"gradient was written; the traceback of that rank shows the line{note}"
     )
 
 

@@ -5,7 +5,7 @@ images), each value of that size is a graph of its own, traced when the first mi
 comes. All of them share one cut, so that one table and one program run any mixture.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ from fxpipe.capture import Captured, LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, moved, plan_for, same_holders, same_shape
+from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape, stage_names
 from fxpipe.mode import Mode, mode_of, refuse_autocast
+from fxpipe.schedule import Plan
+from fxpipe.scheduler import Scheduler
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
 LIMIT = 16
@@ -37,13 +39,13 @@ class Variants:
     def __init__(
         self,
         model: nn.Module,
-        schedule: str,
+        scheduler: Scheduler,
         ranks: int,
         given: Mapping[str, Sequence[str]] | None,
         loss_fn: LossFn | None,
         known: list[tuple[Mode, Lowered]] | None = None,
     ) -> None:
-        self.schedule = schedule
+        self.scheduler = scheduler
         self.ranks = ranks
         self.generation = 0
         self.all: list[Lowered] = []
@@ -57,9 +59,9 @@ class Variants:
         self._mode: Mode = ()
         self._fits: dict[object, tuple[int, Sizes]] = {}
 
-    def rescheduled(self, schedule: str, ranks: int) -> "Variants":
+    def rescheduled(self, scheduler: Scheduler, ranks: int) -> "Variants":
         """The same model for another schedule; what is traced already is not traced again."""
-        return Variants(self._model, schedule, ranks, self._given, self._loss_fn, self._known)
+        return Variants(self._model, scheduler, ranks, self._given, self._loss_fn, self._known)
 
     def __getitem__(self, number: int) -> Lowered:
         return self.all[number]
@@ -88,6 +90,18 @@ class Variants:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters(remove_duplicate=False)
         yield from self._model.named_buffers(remove_duplicate=False)
+
+    def held(self, ranks: Collection[int]) -> set[str]:
+        """Names of the tensors of these ranks; what no stage reads stays on the first rank."""
+        stages = self.first.cut.stages
+        read = {
+            stage.name: {name for graphs in self.graphs for name in graphs[stage.name].state}
+            for stage in stages
+        }
+        here = [read[stage.name] for stage in stages if stage.rank is None or stage.rank in ranks]
+        if 0 in ranks:
+            here.append(set(self.canonical.values()).difference(*read.values()))
+        return set().union(*here)
 
     def refresh(self) -> None:
         """Look up the model's tensors again: they may have been replaced since the last step."""
@@ -157,26 +171,32 @@ class Variants:
     def _lowered(self, microbatch: Microbatch) -> Lowered:
         """A graph that is known already and fits, or one that is made now."""
         captured = None
-        spans = self.all[0].staging.spans if self.all else ()
+        spans = self.all[0].staging.spans if self.all else {}
         for mode, known in self._known:
             if mode != self._mode or mismatch(known.captured, microbatch):
                 continue
             if _fits(known, microbatch):
                 captured = known.captured
-                plan = plan_for(known.regions, self.schedule, self.ranks)
-                same = not spans or tuple(known.staging.spans) == tuple(spans)
-                if same and len(known.plan.backbone) == len(plan.backbone):
+                plan = self.scheduler.plan(self.ranks, known.regions.roles)
+                same = not spans or known.staging.spans == spans
+                if same and self._has_stages(known, plan):
                     return moved(known, plan, self.ranks)
         made = lower(
             captured or self._captured(microbatch),
             microbatch,
-            schedule=self.schedule,
+            scheduler=self.scheduler,
             ranks=self.ranks,
             given=self._given,
             spans=spans,
         )
         self._known.append((self._mode, made))
         return made
+
+    def _has_stages(self, known: Lowered, plan: Plan) -> bool:
+        """Whether a lowered graph has the stages of a plan, and keeps what is asked for."""
+        names = stage_names(known.regions, plan)
+        same = names == stage_names(known.regions, known.plan)
+        return same and set(known.recompute) == set(self.scheduler.recompute)
 
     def _captured(self, microbatch: Microbatch) -> Captured:
         seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]

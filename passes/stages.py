@@ -1,7 +1,8 @@
-"""Regions are cut into stages: the backbone by its blocks, balanced by work; others stay whole.
+"""Regions are cut into stages by their blocks, balanced by work; a region of one stage stays whole.
 
-Embedding, head and loss count as work of the first and the last stage. A value that is cheap to
-derive from the inputs (masks, positions, rotary tables) is computed in every stage that uses it.
+What stands before and after the blocks (embedding, head, loss) counts as work of the first and the
+last stage. A value that is cheap to derive from the inputs (masks, positions, rotary tables) is
+computed in every stage that uses it.
 """
 
 import operator
@@ -12,93 +13,112 @@ import sympy
 from torch import fx
 
 from fxpipe.capture import Captured
-from fxpipe.cut import Role
 from fxpipe.dataflow import ahead, calls, data_inputs, work
 from fxpipe.errors import StageError
+from fxpipe.passes.chains import find_chains
 from fxpipe.passes.regions import Regions
+
+Blocks = tuple[tuple[fx.Node, ...], ...]
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Staging:
     """region: stage -> its region, in topological order; of: node -> the stages that compute it.
 
-    spans: the blocks of each backbone stage, from and to
+    spans: region that is cut -> the blocks of each of its stages, from and to
     """
 
     region: Mapping[str, str]
     of: Mapping[fx.Node, tuple[str, ...]]
     cost: Mapping[str, float]
-    spans: Sequence[tuple[int, int]]
+    spans: Mapping[str, Spans]
 
 
 def assign_stages(
     captured: Captured,
     regions: Regions,
     symbols: Mapping[sympy.Symbol, sympy.Integer],
-    count: int,
-    spans: Sequence[tuple[int, int]] = (),
+    names: Mapping[str, Sequence[str]],
+    spans: Mapping[str, Spans] | None = None,
 ) -> Staging:
-    """Cut the backbone into `count` stages, or at `spans` if it has as many blocks as they.
+    """Cut every region into the stages named; one whose only stage has its own name stays whole.
 
-    Raises StageError if it has fewer blocks than stages.
+    spans: where to cut a region, if it has as many blocks as they say. Raises StageError if a
+    region has fewer blocks than stages.
     """
     nodes = calls(captured.graph.graph)
     effort = {node: work(node, symbols) for node in nodes}
-    names = [f"{regions.backbone}{index}" for index in range(count)]
-    region = {
-        stage: name
-        for name, role in regions.roles.items()
-        for stage in (names if role is Role.BACKBONE else [name])
-    }
-    order = {stage: index for index, stage in enumerate(region)}
-    if not spans or spans[-1][1] != len(regions.blocks):
-        spans = _spans(regions, nodes, effort, names)
-    of = _fixed(regions, nodes, names, spans)
-    _settle_late(regions, nodes, of, order)
-    _settle_early(regions, nodes, of, order, names)
+    region = {stage: name for name in regions.roles for stage in names[name]}
+    blocks = {name: _blocks(captured, regions, name) for name in _cut_ones(regions, names)}
+    cuts = dict(spans or {})
+    for name, found in blocks.items():
+        if name not in cuts or cuts[name][-1][1] != len(found):
+            cuts[name] = _spans(regions, name, found, effort, names[name])
+    of = _fixed(regions, nodes, blocks, cuts, names)
+    for name in blocks:
+        _settle_late(regions, nodes, of, blocks[name], (name, names[name]))
+    _settle_early(regions, nodes, of, region, names)
     for node in nodes:
         if node.target is operator.getitem:
             of[node] = of[node.all_input_nodes[0]]
     cost = {s: sum(effort[n] for n in nodes if s in of[n]) for s in region}
-    return Staging(region, of, cost, spans)
+    return Staging(region, of, cost, {name: cuts[name] for name in blocks})
+
+
+def _cut_ones(regions: Regions, names: Mapping[str, Sequence[str]]) -> list[str]:
+    return [name for name in regions.roles if list(names[name]) != [name]]
+
+
+def _blocks(captured: Captured, regions: Regions, name: str) -> Blocks:
+    """The blocks of a region, in order of execution: those of every chain that lies in it."""
+    if name == regions.backbone:
+        return regions.blocks
+    chains = find_chains(captured.graph.graph)
+    inside = [c for c in chains if all(regions.of.get(n) == (name,) for n in c.nodes)]
+    return tuple(block for chain in inside for block in chain.blocks)
 
 
 def _spans(
-    regions: Regions, nodes: Sequence[fx.Node], effort: Mapping[fx.Node, float], names: list[str]
-) -> list[tuple[int, int]]:
+    regions: Regions,
+    name: str,
+    blocks: Blocks,
+    effort: Mapping[fx.Node, float],
+    stages: Sequence[str],
+) -> Spans:
     """The blocks of each stage, balanced by work."""
-    backbone = regions.backbone
-    if len(names) > max(1, len(regions.blocks)):
+    if len(stages) > max(1, len(blocks)):
         raise StageError(
-            f"{len(names)} stages were asked of region {backbone}, which has {len(regions.blocks)} "
-            f"blocks; use at most {max(1, len(regions.blocks))} ranks for it, or a smaller ranks="
+            f"{len(stages)} stages were asked of region {name}, which has {len(blocks)} blocks; "
+            f"use at most {max(1, len(blocks))} stages for it: a smaller ranks= or chunks="
         )
-    core = {node for block in regions.blocks for node in block}
+    core = {node for block in blocks for node in block}
     after = ahead(core, lambda _: False) - core
-    loose = [n for n in nodes if regions.of[n] == (backbone,) and n not in core]
-    head = sum(effort[node] for node in loose if node not in after)
-    tail = sum(effort[node] for node in loose if node in after)
-    costs = [sum(effort.get(node, 0.0) for node in block) for block in regions.blocks]
+    loose = [n for n in effort if regions.of[n] == (name,) and n not in core]
+    costs = [sum(effort.get(node, 0.0) for node in block) for block in blocks]
     if costs:
-        costs[0] += head
-        costs[-1] += tail
-    return balance(costs, len(names))
+        costs[0] += sum(effort[node] for node in loose if node not in after)
+        costs[-1] += sum(effort[node] for node in loose if node in after)
+    return tuple(balance(costs, len(stages)))
 
 
 def _fixed(
     regions: Regions,
     nodes: Sequence[fx.Node],
-    names: list[str],
-    spans: Sequence[tuple[int, int]],
+    blocks: Mapping[str, Blocks],
+    cuts: Mapping[str, Spans],
+    names: Mapping[str, Sequence[str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Nodes whose stage their region or their block decides."""
-    backbone, known = (regions.backbone,), set(nodes)
-    of = {n: regions.of[n] for n in nodes if len(regions.of[n]) == 1 and regions.of[n] != backbone}
-    for name, (start, stop) in zip(names, spans, strict=True):
-        for block in regions.blocks[start:stop]:
-            of.update((node, (name,)) for node in block if node in known)
-    if not regions.blocks:
-        of.update((n, (names[0],)) for n in nodes if regions.of[n] == backbone)
+    known = set(nodes)
+    of = {n: regions.of[n] for n in nodes if len(regions.of[n]) == 1}
+    of = {n: owner for n, owner in of.items() if owner[0] not in blocks}
+    for name, found in blocks.items():
+        for stage, (start, stop) in zip(names[name], cuts[name], strict=True):
+            for block in found[start:stop]:
+                of.update((node, (stage,)) for node in block if node in known)
+        if not found:
+            of.update((n, (names[name][0],)) for n in nodes if regions.of[n] == (name,))
     return of
 
 
@@ -135,30 +155,35 @@ def _settle_late(
     regions: Regions,
     nodes: Sequence[fx.Node],
     of: dict[fx.Node, tuple[str, ...]],
-    order: Mapping[str, int],
+    blocks: Blocks,
+    own: tuple[str, Sequence[str]],
 ) -> None:
-    """Backbone nodes outside blocks that read a block run where the last of their inputs is."""
-    backbone = regions.backbone
-    late = ahead([n for block in regions.blocks for n in block], lambda _: False)
+    """Nodes of a region outside its blocks that read a block run where the last of these is."""
+    name, stages = own
+    late = ahead([n for block in blocks for n in block], lambda _: False)
     for node in nodes:
-        if node not in of and node in late and regions.of[node] == (backbone,):
-            inputs = [stage for source in data_inputs(node) for stage in of.get(source, ())]
-            of[node] = (max(inputs, key=order.__getitem__),)
+        if node not in of and node in late and regions.of[node] == (name,):
+            inputs = {stage for source in data_inputs(node) for stage in of.get(source, ())}
+            if inputs.intersection(stages):
+                of[node] = (max(inputs.intersection(stages), key=list(stages).index),)
 
 
 def _settle_early(
     regions: Regions,
     nodes: Sequence[fx.Node],
     of: dict[fx.Node, tuple[str, ...]],
-    order: Mapping[str, int],
-    names: Sequence[str],
+    region: Mapping[str, str],
+    names: Mapping[str, Sequence[str]],
 ) -> None:
     """The rest is placed by its readers: the first one's stage, or each of them if it is cheap."""
+    order = {stage: index for index, stage in enumerate(region)}
     for node in reversed(nodes):
         if node in of:
             continue
+        own = regions.of[node]
         readers = {stage for user in node.users for stage in of.get(user, ())}
         if any(user.op == "output" for user in node.users):
-            readers.add(names[-1])
-        stages = sorted(readers, key=order.__getitem__) or [names[0]]
-        of[node] = tuple(stages) if node in regions.cheap else tuple(stages[:1])
+            readers.add(names[own[-1]][-1])
+        stages = sorted(readers, key=order.__getitem__) or [names[own[0]][0]]
+        inside = [stage for stage in stages if region[stage] in own] or stages
+        of[node] = tuple(stages) if node in regions.cheap else (inside[0],)

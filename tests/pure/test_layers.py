@@ -19,7 +19,7 @@ STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower")
 LEVELS = (
     ("errors", "cut", "table"),
     ("timeline", "costs", "simulate", *CHECKS, "trace", *SCHEDULING, *SKETCH),
-    ("passes", "forecast", "passes.communicate", "passes.reduce"),
+    ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", "scheduler"),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
     ("program", "stageop", "delivery", "meter"),
