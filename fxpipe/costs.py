@@ -46,9 +46,15 @@ class Costs:
         for name in (*_PER_OP, *_PER_STAGE):
             checked = {key: _checked(name, key, x) for key, x in getattr(self, name).items()}
             object.__setattr__(self, name, checked)
+        listed = [stage for stage, size in self.resident.items() if isinstance(size, tuple)]
+        if listed or isinstance(self.latency, Sequence):
+            what = f"resident of {listed[0]}" if listed else "latency"
+            raise ScheduleError(f"{what} is one for each microbatch; expected one number")
         _checked("latency", "all transfers", self.latency)
-        if not self.bandwidth > 0:
-            raise ScheduleError(f"bandwidth is {self.bandwidth}; expected bytes per second above 0")
+        if not isinstance(self.bandwidth, Real) or not self.bandwidth > 0:
+            raise ScheduleError(
+                f"bandwidth is {self.bandwidth!r}; expected bytes per second above 0"
+            )
 
     def compute(self, op: Op) -> float:
         """Seconds of a compute op."""

@@ -14,12 +14,14 @@ GRAPH = 4  # the level of a module that is not named here
 SCHEDULING = ("units", "bases", "skeletons", "actions", "walk", "nest", "schedule")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
+ORDERS = ("given", "scheduler")
 CAPTURE = ("torch_internals", "inputs", "dataflow", "capture")
 STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower")
+COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
-    ("timeline", "costs", "simulate", *CHECKS, "trace", *SCHEDULING, *SKETCH),
-    ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", "scheduler"),
+    (*COSTS, *CHECKS, "trace", *SCHEDULING, *SKETCH),
+    ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
     ("program", "stageop", "delivery", "meter"),
