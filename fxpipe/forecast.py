@@ -93,12 +93,18 @@ def checked(ask: Ask, text: str) -> Forecast:
     table = Table.parse(text)
     verify(table)
     asked = replace(ask, microbatches=table.microbatches)
-    costs = costs_of(asked, table.cut) if ask.sketches else Costs.from_flops(table.cut, 1.0)
+    by_cost = _linked(ask, Costs.from_flops(table.cut, 1.0))
+    costs = costs_of(asked, table.cut) if ask.sketches else by_cost
     return Forecast(table, costs, simulate(table, costs), table.schedule)
 
 
 def replayed(ask: Ask, text: str) -> Forecast:
-    """The forecast of the order of ops in torch's CSV of actions."""
+    """The forecast of the order of ops in torch's CSV of actions. Raises FxpipeError."""
+    if not ask.sketches:
+        raise OptionError(
+            "the file is no cut and no table: it does not start with `ranks 2`; if it is a CSV of "
+            "actions, say with --region and --ranks of which model"
+        )
     cut = sketched(ask)
     rows = read_actions(text, cut)
     table = Table(cut, rows)
@@ -133,8 +139,12 @@ def sketched(ask: Ask) -> Cut:
 def costs_of(ask: Ask, cut: Cut) -> Costs:
     """The sketch's costs of a cut; without one every op takes a second, and W two without B."""
     if not ask.sketches:
-        return replace(Costs.uniform(cut), latency=ask.rates.latency, bandwidth=ask.rates.bandwidth)
+        return _linked(ask, Costs.uniform(cut))
     return rate(cut, ask.sketches, ask.rates, ask.microbatches)
+
+
+def _linked(ask: Ask, costs: Costs) -> Costs:
+    return replace(costs, latency=ask.rates.latency, bandwidth=ask.rates.bandwidth)
 
 
 def _backbone(ask: Ask, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """The command line's tools on text, and the demo's parts that need no second process."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,147 @@ def test_errors_have_no_traceback(
     assert status == 1
     assert err.startswith(message)
     assert "Traceback" not in err
+
+
+REGIONS = [
+    "--ranks=2",
+    "--microbatches=4",
+    "--region=vision=encoder:1,2",
+    "--region=llm=backbone:1,1,1",
+]
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str | Path
+) -> dict[str, Any]:
+    """What `fxpipe plan WORDS --json` prints."""
+    status, out, err = said(capsys, monkeypatch, "plan", *words, "--json")
+    assert (status, err) == (0, "")
+    return dict(json.loads(out))
+
+
+def test_plan_of_regions_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(capsys, monkeypatch, *REGIONS, "--schedule=upfront/1f1b")
+    table = Table.parse(found["rows"])
+    assert str(table) == found["rows"]
+    assert table.microbatches == 4
+    assert (found["makespan"], found["lower_bound"]) == (20, 18)
+    assert found["bubble"] == pytest.approx([0.1, 0.1])
+    assert found["peak_live"] == {"vision": [2, 2], "llm": [2, 1]}
+    assert found["owners"] == {"vision": [0, 1, 0, 1]}
+    assert (found["E"], found["w"], found["spill"]) == ([2, 2], [0, 1], [2, 1])
+
+    file = tmp_path / "table.txt"
+    file.write_text(found["rows"])
+    again = planned(capsys, monkeypatch, file, "--check")
+    assert {key: again[key] for key in ("valid", "makespan", "lower_bound", "owners")} == {
+        "valid": True,
+        "makespan": 20,
+        "lower_bound": 18,
+        "owners": {"vision": [0, 1, 0, 1]},
+    }
+    costly = planned(capsys, monkeypatch, file, "--check", *REGIONS[2:], "--latency=1")
+    assert costly["makespan"] > 20
+
+
+def test_plan_of_regions_as_a_grid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    words = (*REGIONS, "--schedule=upfront/1f1b")
+    status, out, _ = said(capsys, monkeypatch, "plan", *words)
+    assert status == 0
+    assert out == (
+        "       0         5         10        15\n"
+        "rank 0 v0v2F0F1..B0W0F2B1W1F3B2W2..B3W3V0--V2--\n"
+        "rank 1 v1v3..F0B0W0F1B1W1F2B2W2F3B3W3V1--V3--..\n"
+        "\n"
+        "vision v:F V:W   llm F:F B:B W:W\n"
+        "one column is 0.5 s\n"
+        "\n"
+        "schedule upfront/1f1b\n"
+        "makespan 20 s, lower bound 18 s (11.1% above it), mean bubble 10.0%\n"
+        "\n"
+        "        bubble  live vision  live llm  E  w  spill\n"
+        "rank 0   10.0%            2         2  2  0      2\n"
+        "rank 1   10.0%            2         1  2  1      1\n"
+        "\n"
+        "owners vision: 0 1 0 1\n"
+    )
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_check_says_what_is_broken(
+    check: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "table.txt"
+    rows = planned(capsys, monkeypatch, *REGIONS)["rows"]
+    file.write_text(rows.replace(" llm1.W1", ""))
+    broken = "complete: llm1.W1 is missing; add it to the row of rank 1"
+    words = ("--json",) if check else ()
+    status, out, err = said(capsys, monkeypatch, "plan", file, "--check", *words)
+    assert status == 1
+    if check:
+        assert json.loads(out) == {"valid": False, "broken": [broken]}
+    else:
+        assert err == f"TableError: {broken}\n"
+
+
+def test_plan_of_a_csv_of_actions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "actions.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    found = planned(capsys, monkeypatch, file, "--ranks=2", "--region=llm=backbone:1,2")
+    assert found["makespan"] == 9
+    assert "rank 1: llm0.F0<0 llm1.F0 llm0.F1<0 llm1.B0 llm1.B0>0" in found["rows"]
+    status, _, err = said(capsys, monkeypatch, "plan", file)
+    assert status == 1
+    assert err.startswith("OptionError: the file is no cut and no table")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "nothing to plan; give a FILE, or regions"),
+        (("--check",), "--check needs a FILE"),
+        (("--region=llm=backbone:1",), "--ranks is missing"),
+        ((*REGIONS, "--shard=llm"), "--shard llm is the backbone, which always is"),
+        ((*REGIONS, "--shard=x"), "--shard x names no region; regions that can be sharded: vision"),
+        ((*REGIONS, "--owners=all"), "--owners 'all' is unknown; write one of round_robin, slack"),
+        ((*REGIONS, "--owners=0,1"), "--owners names 2 ranks for 4 microbatches"),
+        ((*REGIONS, "--owners=0,1,2,0"), "--owners names rank 2; expected ranks of 0..1"),
+        ((*REGIONS, "--scale=vision=1,1,1,1,1"), "--scale vision has 5 factors for 4 microbatches"),
+    ],
+)
+def test_wrong_options(
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status, _, err = said(capsys, monkeypatch, "plan", *words)
+    assert status == 1
+    assert err.startswith(f"OptionError: {message}")
+    assert err.count("\n") == 1
+
+
+def test_plan_imports_no_torch_and_for_json_no_rich() -> None:
+    code = (
+        "import sys; from fxpipe.cli import main\n"
+        "try: main()\n"
+        "finally: print([x for x in ('torch', 'numpy', 'rich.console') if x in sys.modules],"
+        " file=sys.stderr)"
+    )
+    words = [sys.executable, "-c", code, "plan", *REGIONS, "--json"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stderr == "[]\n"
+    assert json.loads(ended.stdout)["valid"]
 
 
 def test_tokenizer_round_trip() -> None:
