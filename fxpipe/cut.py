@@ -6,6 +6,7 @@ A model is layers in order; a cut tiles them into regions, and sharded regions i
     Cut.parse(str(cut)) == cut
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Kind(StrEnum):
     B = "B"
     W = "W"
     R = "R"
+
+    __hash__ = str.__hash__  # an op is hashed often, and the one of Enum is a Python function
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,11 @@ class Cut:
         """Entries of `shared` that need a reduction, by the name of their R op: `llm0+llm3`."""
         return {"+".join(x): x for x in self.shared if len(self.ranks_of(x)) > 1}
 
+    def keeps(self, stage: str) -> bool:
+        """Whether a unit of a stage holds anything: one that recomputes and receives nothing does
+        not, since every rank has the microbatch; so its backward may run on any rank."""
+        return not self.region[self.stage[stage].region].recompute or bool(self.seams_into[stage])
+
     def role(self, stage: str) -> Role:
         """The role of a stage's region."""
         return self.region[self.stage[stage].region].role
@@ -159,38 +167,134 @@ class Cut:
 
     @staticmethod
     def parse(text: str) -> "Cut":
-        """The cut that prints as `text`. Raises TableError on a line that is not of a cut."""
-        ranks, regions, stages, seams, shared = 0, [], [], [], []
-        for line in filter(None, map(str.strip, text.splitlines())):
-            match line.split():
-                case ["ranks", count]:
-                    ranks = int(count)
-                case ["region", name, role, layout, *recompute] if recompute in ([], ["recompute"]):
-                    regions.append(Region(name, Role(role), Layout(layout), bool(recompute)))
-                case ["stage", *_]:
-                    stages.append(_parse_stage(line))
-                case ["seam", source, "->", target, *marks]:
-                    seams.append(_parse_seam(source, target.removesuffix(":"), marks))
-                case ["shared", *entry]:
-                    shared.append(tuple(entry))
-                case _:
-                    raise TableError(f"not a line of a cut: {line!r}")
-        return Cut(ranks, tuple(regions), tuple(stages), tuple(seams), tuple(shared))
+        """The cut that prints as `text`. Raises TableError, which names the line."""
+        lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        records = [(number, line, _parse_line(number, line)) for number, line in lines]
+        cut = _gathered([record for _, _, record in records])
+        seen: set[object] = set()
+        for number, line, record in records:
+            for problem in _problems(record, cut, seen):
+                raise TableError(f"line {number}: {_quoted(line)}: {problem}")
+        if ("ranks",) not in seen:
+            raise TableError(f"no line says how many ranks there are; expected `{_EXPECTED[0]}`")
+        return cut
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    count: int
+
+
+_Record = _Ranks | Region | Stage | Seam | tuple[str, ...]
+_EXPECTED = (
+    "ranks 2",
+    "region llm encoder|backbone|generator sharded|replicated",
+    "stage llm0 of llm: FBW, rank 0, cost 1",
+    "seam llm0 -> llm1: hidden* mask",
+    "shared llm0 llm1",
+)
+_KINDS = ("F", "FB", "FW", "FBW")
+
+
+def _parse_line(number: int, line: str) -> _Record:
+    expected = next((e for e in _EXPECTED if line.split()[0] == e.split()[0]), "")
+    try:
+        match line.split():
+            case ["ranks", count] if re.fullmatch("[0-9]{1,9}", count):
+                return _Ranks(int(count))
+            case ["region", name, role, layout, *recompute] if recompute in ([], ["recompute"]):
+                return Region(name, Role(role), Layout(layout), bool(recompute))
+            case ["stage", *_]:
+                return _parse_stage(line)
+            case ["seam", source, "->", target, *marks]:
+                return _parse_seam(source, target.removesuffix(":"), marks)
+            case ["shared", *entry] if entry:
+                return tuple(entry)
+    except ValueError as error:
+        raise TableError(
+            f"line {number}: {_quoted(line)}: {error}; expected `{expected}`"
+        ) from error
+    words = ", ".join(e.split()[0] for e in _EXPECTED)
+    what = expected.split()[0] if expected else "line of a cut"
+    wanted = f"`{expected}`" if expected else f"{words}, or schedule, live, rank"
+    raise TableError(f"line {number}: not a {what}: {_quoted(line)}; expected {wanted}")
+
+
+def _quoted(line: str) -> str:
+    return repr(line if len(line) <= 100 else f"{line[:97]}...")
 
 
 def _parse_stage(line: str) -> Stage:
-    found = re.fullmatch(r"stage (\S+) of (\S+): ([FBW]+), (owner|rank \d+), cost (\S+)", line)
+    found = re.fullmatch(
+        r"stage\s+([^\s.<>]+) of (\S+): (\w+), (?:owner|rank ([0-9]{1,9})), cost (\S+)", line
+    )
     if found is None:
-        raise TableError(
-            f"not a stage: {line!r}; expected `stage llm0 of llm: FBW, rank 0, cost 1`"
-        )
-    name, region, kinds, where, cost = found.groups()
-    rank = None if where == "owner" else int(where.split()[1])
-    return Stage(name, region, tuple(map(Kind, kinds)), rank, float(cost))
+        raise ValueError("not a stage")
+    name, region, kinds, rank, cost = found.groups()
+    if kinds not in _KINDS:
+        raise ValueError(f"kinds {kinds}; there are {', '.join(_KINDS)}")
+    if not 0 <= float(cost) < math.inf:
+        raise ValueError(f"cost {cost} is no finite number of at least 0")
+    home = None if rank is None else int(rank)
+    return Stage(name, region, tuple(map(Kind, kinds)), home, float(cost))
 
 
 def _parse_seam(source: str, target: str, marks: list[str]) -> Seam:
     values = tuple(mark.removesuffix("*") for mark in marks)
+    if len(set(values)) < len(values):
+        raise ValueError("a value stands twice")
     return Seam(
         source, target, values, tuple(m.removesuffix("*") for m in marks if m.endswith("*"))
     )
+
+
+def _gathered(records: list[_Record]) -> Cut:
+    return Cut(
+        next((x.count for x in records if isinstance(x, _Ranks)), 0),
+        tuple(x for x in records if isinstance(x, Region)),
+        tuple(x for x in records if isinstance(x, Stage)),
+        tuple(x for x in records if isinstance(x, Seam)),
+        tuple(x for x in records if isinstance(x, tuple)),
+    )
+
+
+def _problems(record: _Record, cut: Cut, seen: set[object]) -> Iterator[str]:
+    """Why a line does not fit the rest of its cut; `seen` is what the lines before it named."""
+    match record:
+        case _Ranks(count):
+            key: object = ("ranks",)
+            if not count:
+                yield "a pipeline has at least one rank"
+        case Region(name):
+            key = ("region", name)
+        case Stage(name):
+            key = ("stage", name)
+            yield from _misplaced(record, cut)
+        case Seam(source, target):
+            key = ("seam", source, target)
+            if source == target:
+                yield "a stage has no seam to itself"
+            yield from _unknown((source, target), cut)
+        case _:
+            key = ("shared", record)
+            yield from _unknown(record, cut)
+    if key in seen:
+        yield "an earlier line has it already; leave one"
+    seen.add(key)
+
+
+def _misplaced(stage: Stage, cut: Cut) -> Iterator[str]:
+    region = cut.region.get(stage.region)
+    if region is None:
+        yield f"no region {stage.region}; the cut has {', '.join(cut.region) or 'none'}"
+    elif (stage.rank is None) != (region.layout is Layout.REPLICATED):
+        where = "`owner`" if region.layout is Layout.REPLICATED else "`rank N`"
+        yield f"region {region.name} is {region.layout}; expected {where}"
+    if stage.rank is not None and stage.rank >= cut.ranks:
+        yield f"rank {stage.rank} is none of the {cut.ranks} ranks"
+
+
+def _unknown(names: tuple[str, ...], cut: Cut) -> Iterator[str]:
+    for name in names:
+        if name not in cut.stage:
+            yield f"no stage {name}; the cut has {', '.join(cut.stage) or 'none'}"

@@ -10,15 +10,19 @@ A token is an op and the name of the value that it makes; both ends of a transfe
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from fxpipe.cut import Cut, Kind
 from fxpipe.errors import TableError
 
-_TOKEN = re.compile(r"([^\s.<>]+)\.(?:([FBW])(\d+)|R)(?:([<>])(\d+))?")
+_TOKEN = re.compile(r"([^\s.<>]+)\.(?:([FBW])([0-9]{1,9})|R)(?:([<>])([0-9]{1,9}))?")
+_ROW = re.compile(r"\s*rank ([0-9]{1,9}):")
+_SCHEDULE = re.compile(r"\s*schedule (\S+)\s*")
+_LIVE = re.compile(r"\s*live (\S+):((?:\s+[0-9]{1,9})+)\s*")
 
 
 class Op(NamedTuple):
@@ -33,15 +37,15 @@ class Op(NamedTuple):
     @property
     def value(self) -> "Op":
         """The op that makes what this one moves; itself when it moves nothing."""
-        return Op(self.stage, self.kind, self.mb)
+        return Op(self.stage, self.kind, self.mb) if self.way else self
 
     def to(self, rank: int) -> "Op":
         """The send of this op's value to `rank`."""
-        return self._replace(way=">", peer=rank)
+        return Op(self.stage, self.kind, self.mb, ">", rank)
 
     def source(self, rank: int) -> "Op":
         """The receive of this op's value from `rank`."""
-        return self._replace(way="<", peer=rank)
+        return Op(self.stage, self.kind, self.mb, "<", rank)
 
     def __str__(self) -> str:
         mb = "" if self.mb is None else self.mb
@@ -53,7 +57,7 @@ class Op(NamedTuple):
         found = _TOKEN.fullmatch(token)
         if found is None:
             raise TableError(
-                f"not an op: {token!r}; expected one like llm0.F3, llm0.F3>1, llm0.B3<1"
+                f"not an op: {token[:100]!r}; expected one like llm0.F3, llm0.F3>1, llm0.B3<1"
             )
         stage, kind, mb, way, peer = found.groups()
         number = None if mb is None else int(mb)
@@ -94,6 +98,9 @@ class Live(NamedTuple):
         return f"live {self.region}: {' '.join(map(str, self.units))}"
 
 
+Rows = tuple[tuple[Op, ...], ...]
+
+
 @dataclass(frozen=True)
 class Table:
     """The cut and one row of ops per rank. `Table.parse(str(table)) == table`.
@@ -103,32 +110,40 @@ class Table:
     """
 
     cut: Cut
-    rows: tuple[tuple[Op, ...], ...]
+    rows: Rows
     schedule: str = ""
     live: tuple[Live, ...] = ()
 
     @cached_property
+    def compute(self) -> Rows:
+        """The rows with nothing left but F, B and W."""
+        reduction = Kind.R
+        return tuple(
+            tuple(op for op in row if not op.way and op.kind is not reduction) for row in self.rows
+        )
+
+    @cached_property
     def place(self) -> dict[Op, int]:
         """Rank of every compute op of a microbatch (F, B, W)."""
-        return {
-            op: rank
-            for rank, row in enumerate(self.rows)
-            for op in row
-            if not op.way and op.kind is not Kind.R
-        }
+        return {op: rank for rank, row in enumerate(self.compute) for op in row}
 
     @cached_property
     def microbatches(self) -> int:
         """How many microbatches the table runs."""
-        return 1 + max((op.mb for op in self.place if op.mb is not None), default=-1)
-
-    def only(self, regions: Iterable[str]) -> tuple[tuple[Op, ...], ...]:
-        """The rows with nothing left but the F, B and W of these regions."""
-        wanted = {stage.name for stage in self.cut.stages if stage.region in set(regions)}
-        return tuple(
-            tuple(op for op in row if op.stage in wanted and not op.way and op.kind is not Kind.R)
-            for row in self.rows
+        return 1 + max(
+            (op.mb for row in self.compute for op in row if op.mb is not None), default=-1
         )
+
+    @cached_property
+    def numbered(self) -> "Numbered":
+        """The value of each op as a number; every op must be of the cut."""
+        return Numbered.of(self)
+
+    def only(self, regions: Iterable[str]) -> Rows:
+        """The rows with nothing left but the F, B and W of these regions."""
+        kept = set(regions)
+        wanted = {stage.name for stage in self.cut.stages if stage.region in kept}
+        return tuple(tuple(op for op in row if op.stage in wanted) for row in self.compute)
 
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, row))}".rstrip() for r, row in enumerate(self.rows))
@@ -137,19 +152,96 @@ class Table:
 
     @staticmethod
     def parse(text: str) -> "Table":
-        """The table that prints as `text`. Raises TableError."""
-        cut: list[str] = []
+        """The table that prints as `text`. Raises TableError, which names the line."""
+        lines = text.splitlines()
         rows: list[tuple[Op, ...]] = []
-        schedule, live = "", []
-        for line in text.splitlines():
-            if found := re.match(r"\s*rank (\d+):", line):
-                if int(found[1]) != len(rows):
-                    raise TableError(f"rank {found[1]} stands where rank {len(rows)} is expected")
-                rows.append(tuple(map(Op.parse, line[found.end() :].split())))
-            elif found := re.fullmatch(r"\s*schedule (\S+)\s*", line):
-                schedule = found[1]
-            elif found := re.fullmatch(r"\s*live (\S+):((?:\s+\d+)+)\s*", line):
-                live.append(Live(found[1], tuple(map(int, found[2].split()))))
+        claims: dict[str, str | Live] = {}
+        for number, line in enumerate(lines):
+            if found := _ROW.match(line):
+                rows.append(_parse_row(line, found, number + 1, len(rows)))
+            elif claim := _parse_claim(line):
+                name, value = claim
+                if name in claims:
+                    raise TableError(f"line {number + 1}: {name} is stated twice; leave one")
+                claims[name] = value
             else:
-                cut.append(line)
-        return Table(Cut.parse("\n".join(cut)), tuple(rows), schedule, tuple(live))
+                continue
+            lines[number] = ""  # the lines of the cut keep their numbers
+        cut = Cut.parse("\n".join(lines))
+        live = tuple(claim for claim in claims.values() if isinstance(claim, Live))
+        return Table(cut, tuple(rows), str(claims.get("the schedule", "")), live)
+
+
+def _parse_row(line: str, head: re.Match[str], number: int, expected: int) -> tuple[Op, ...]:
+    if int(head[1]) != expected:
+        raise TableError(f"line {number}: rank {head[1]} stands where rank {expected} is expected")
+    try:
+        return tuple(map(Op.parse, line[head.end() :].split()))
+    except TableError as error:
+        raise TableError(f"line {number}: {error}") from error
+
+
+def _parse_claim(line: str) -> tuple[str, str | Live] | None:
+    """What a line claims and its value, or None for a line of the cut."""
+    if found := _SCHEDULE.fullmatch(line):
+        return "the schedule", found[1]
+    if found := _LIVE.fullmatch(line):
+        units = tuple(map(int, found[2].split()))
+        return f"live of {found[1]}", Live(found[1], units)
+    return None
+
+
+def live_units(table: Table, region: str, rank: int) -> list[int]:
+    """How many units of a region are live (see `Live`) after each op of `table.compute[rank]`."""
+    steps = dict.fromkeys(((stage.name, kind) for stage in table.cut.stages for kind in Kind), 0)
+    for stage in table.cut.stages:
+        last = Kind.W if Kind.W in stage.kinds else Kind.B
+        if stage.region == region and last in stage.kinds:
+            steps[stage.name, Kind.F], steps[stage.name, last] = 1, -1
+    return list(accumulate(steps[op.stage, op.kind] for op in table.compute[rank]))
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The values of a table as numbers, which are quicker to make, hash and compare than ops.
+
+    A value's number is mb * len(names) + code; `names[code]` is its stage (or group) and kind. What
+    an op reads has the op's mb, so `reads[code]` holds what to add to its number: no op is made.
+    home: the rank of each value that the table makes.
+    """
+
+    names: tuple[tuple[str, Kind], ...]
+    reads: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]
+    home: Mapping[int, int]
+
+    @staticmethod
+    def of(table: Table) -> "Numbered":
+        """The numbers of a table's ops. Raises KeyError where an op is not of the cut."""
+        cut = table.cut
+        names = [(stage.name, kind) for stage in cut.stages for kind in (Kind.F, Kind.B, Kind.W)]
+        names += [(group, Kind.R) for group in cut.groups]
+        code = {name: at for at, name in enumerate(names)}
+        reads = (
+            tuple(code[value.stage, value.kind] - at for value in inputs(Op(*name, 0), cut))
+            for at, name in enumerate(names)
+        )
+        count, reductions = len(names), len(names) - len(cut.groups)
+        rows: list[tuple[int, ...]] = []
+        home: dict[int, int] = {}
+        for rank, row in enumerate(table.rows):
+            numbers = [(op.mb or 0) * count + code[op.stage, op.kind] for op in row]
+            rows.append(tuple(numbers))
+            made = (n for n, op in zip(numbers, row, strict=True) if not op.way)
+            home.update((n, rank) for n in made if n % count < reductions)
+        return Numbered(tuple(names), tuple(reads), tuple(rows), home)
+
+    def inputs(self, number: int) -> list[int]:
+        """The numbers of the values that the op with this number reads: `inputs` of a table."""
+        return [number + step for step in self.reads[number % len(self.reads)]]
+
+    def op(self, number: int) -> Op:
+        """The op that makes the value with this number."""
+        mb, code = divmod(number, len(self.names))
+        stage, kind = self.names[code]
+        return Op(stage, kind, None if kind is Kind.R else mb)
