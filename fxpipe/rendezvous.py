@@ -8,89 +8,104 @@ which is all that is asked of a table without transfers. R waits for all its ran
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fxpipe.cut import Kind
-from fxpipe.table import Op, Table, inputs
+from fxpipe.table import Op, Table
 
 _Channel = tuple[int, int]
 
 
 def stuck(table: Table) -> Iterator[tuple[int, int, str]]:
     """(rank, index in its row, reason) of each rank that cannot reach the end of its row."""
+    walk = _walked(table)
+    for rank, row in enumerate(table.rows):
+        if walk.at[rank] < len(row):
+            yield rank, walk.at[rank], walk.reason(rank, row[walk.at[rank]])
+
+
+def execution(table: Table) -> Mapping[int, int]:
+    """The number of each value that can be made (`table.numbered`), and its turn: one order in
+    which the ops of all ranks can run, one after the other."""
+    return {number: turn for turn, number in enumerate(_walked(table).made)}
+
+
+def _walked(table: Table) -> "_Walk":
     walk = _Walk(table)
     ready = deque(range(len(table.rows)))
     while ready:
         ready.extend(walk.advance(ready.popleft()))
-    for rank, row in enumerate(table.rows):
-        if walk.at[rank] < len(row):
-            yield rank, walk.at[rank], walk.reason(rank, row[walk.at[rank]])
+    return walk
 
 
 class _Walk:
     """Where each rank is, what is made, and the transfers of which one end has been reached."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table, self.numbered = table, table.numbered
+        self.reads = table.numbered.reads
         self.at = [0] * len(table.rows)
-        self.made: set[Op] = set()
-        self.there: dict[Op, set[int]] = defaultdict(set)
-        self.lone: dict[tuple[_Channel, str], deque[tuple[Op, int]]] = defaultdict(deque)
-        self.unmatched: list[dict[Op, None]] = [{} for _ in table.rows]
-        self.waiting: dict[Op, list[int]] = defaultdict(list)
+        self.made: dict[int, None] = {}  # in the order of the walk
+        self.there: dict[int, set[int]] = defaultdict(set)
+        self.lone: dict[tuple[_Channel, str], deque[int]] = defaultdict(deque)
+        self.unmatched: list[dict[int, None]] = [{} for _ in table.rows]  # places in the row
+        self.waiting: dict[int, list[int]] = defaultdict(list)
 
     def advance(self, rank: int) -> Iterator[int]:
         """Run a rank until it is blocked; yields the ranks that it unblocks."""
-        row = self.table.rows[rank]
-        while self.at[rank] < len(row):
-            op = row[self.at[rank]]
+        row, numbers = self.table.rows[rank], self.numbered.rows[rank]
+        while (at := self.at[rank]) < len(row):
+            op, number = row[at], numbers[at]
             if op.way:
-                yield from self._transfer(op, rank)
-            elif self._blocked(op, rank):
+                yield from self._transfer(op, rank, at)
+            elif self.unmatched[rank] or self._lacks(op, number, rank):
                 return
             else:
-                self.made.add(op)
-                yield from self.waiting.pop(op, ())
+                self.made[number] = None
+                if number in self.waiting:
+                    yield from self.waiting.pop(number)
             self.at[rank] += 1
 
     def reason(self, rank: int, op: Op) -> str:
         """Why a rank cannot run an op."""
+        row, number = self.table.rows[rank], self.numbered.rows[rank][self.at[rank]]
         if self.unmatched[rank]:
-            return f"{' '.join(map(str, self.unmatched[rank]))} has not met its other end"
+            lone = " ".join(str(row[at]) for at in self.unmatched[rank])
+            return f"{lone} has not met its other end"
         if op.kind is Kind.R:
-            return f"only ranks {sorted(self.there[op])} have reached {op}"
-        lacks = [str(x) for x in inputs(op, self.table.cut) if x not in self.made]
+            return f"only ranks {sorted(self.there[number])} have reached {op}"
+        lacks = [
+            str(self.numbered.op(x)) for x in self.numbered.inputs(number) if x not in self.made
+        ]
         return f"{op} reads {', '.join(lacks)}, which is not made"
 
-    def _transfer(self, op: Op, rank: int) -> Iterator[int]:
+    def _transfer(self, op: Op, rank: int, at: int) -> Iterator[int]:
         """Match with the longest waiting other end of the channel, or wait for it."""
         peer = -1 if op.peer is None else op.peer
         channel = (rank, peer) if op.way == ">" else (peer, rank)
         other = self.lone[channel, "<" if op.way == ">" else ">"]
         if not other:
-            self.lone[channel, op.way].append((op, rank))
-            self.unmatched[rank][op] = None
+            self.lone[channel, op.way].append(at)
+            self.unmatched[rank][at] = None
             return
-        match, _ = other.popleft()
-        self.unmatched[peer].pop(match, None)
+        self.unmatched[peer].pop(other.popleft())
         if not self.unmatched[peer]:
             yield peer
 
-    def _blocked(self, op: Op, rank: int) -> bool:
-        """Whether a compute op or R must wait; whoever ends the wait finds the rank."""
-        if self.unmatched[rank]:
-            return True
+    def _lacks(self, op: Op, number: int, rank: int) -> bool:
+        """Whether a compute op or R must wait for others; who ends the wait finds the rank."""
         if op.kind is Kind.R:
-            return self._gathering(op, rank)
-        lacks = next((x for x in inputs(op, self.table.cut) if x not in self.made), None)
-        if lacks is not None:
-            self.waiting[lacks].append(rank)
-        return lacks is not None
+            return self._gathering(op, number, rank)
+        for step in self.reads[number % len(self.reads)]:
+            if number + step not in self.made:
+                self.waiting[number + step].append(rank)
+                return True
+        return False
 
-    def _gathering(self, op: Op, rank: int) -> bool:
-        self.there[op].add(rank)
+    def _gathering(self, op: Op, number: int, rank: int) -> bool:
+        self.there[number].add(rank)
         group = self.table.cut.groups.get(op.stage, ())
-        if len(self.there[op]) < len(self.table.cut.ranks_of(group)):
-            self.waiting[op].append(rank)
+        if len(self.there[number]) < len(self.table.cut.ranks_of(group)):
+            self.waiting[number].append(rank)
             return True
         return False

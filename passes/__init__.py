@@ -14,8 +14,9 @@ from pathlib import Path
 from fxpipe.errors import TableError
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
+from fxpipe.rules import Rule
 from fxpipe.table import Table
-from fxpipe.verify import ORDER, REDUCTIONS, TRANSFERS, Rule, verify
+from fxpipe.verify import ORDER, REDUCTIONS, TRANSFERS, settled, verify
 
 Pass = Callable[[Table], Table]
 
@@ -27,17 +28,22 @@ ESTABLISHES: dict[str, tuple[Rule, ...]] = {"communicate": TRANSFERS, "reduce": 
 
 
 def run(table: Table, passes: Sequence[Pass] = DEFAULT) -> Table:
-    """The table after the passes, in order. Raises TableError that says which pass broke it."""
+    """The table after the passes, in order. Raises TableError that says which pass broke it.
+
+    A rule is not asked again after a pass that has left all that it reads as it was.
+    """
     rules = ORDER
     _check(table, rules, "the table before all passes")
     _dump(table, 0, "derive")
     done: list[str] = []
     for number, step in enumerate(passes, start=1):
         name = _name(step)
-        table = step(table)
+        before, table = table, step(table)
+        kept = set(rules) & set(settled(before, table))
         rules += ESTABLISHES.get(name, ())
+        asked = [rule for rule in rules if rule not in kept]
         _check(
-            table, rules, f"the table after {name} (passes before it: {', '.join(done) or 'none'})"
+            table, asked, f"the table after {name} (passes before it: {', '.join(done) or 'none'})"
         )
         _dump(table, number, name)
         done.append(name)

@@ -1,17 +1,21 @@
 """Each rule finds the table that breaks it, and says what to do."""
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe import passes
+from fxpipe.costs import Costs
 from fxpipe.errors import TableError
 from fxpipe.schedule import derive
 from fxpipe.simulate import simulate
-from fxpipe.table import Table
-from fxpipe.verify import ORDER, RULES, verify
+from fxpipe.table import Live, Table, live_units
+from fxpipe.verify import MOVES, ORDER, RULES, verify
 from tests.pure.cuts import Shape, build, shapes
 
 CUT = """\
@@ -32,10 +36,11 @@ llm1.B1<1 llm0.B1 llm0.B1>1 llm0.W1 vision.W0 vision.R llm0+llm1.R
 rank 1: vision.F1 vision.F1>0 llm0.F0<0 llm1.F0 llm0.F1<0 llm1.B0 llm1.B0>0 llm1.W0 llm1.F1 \
 llm1.B1 llm1.B1>0 llm1.W1 llm0.B1<0 vision.W1 vision.R llm0+llm1.R
 """
+TEXT = CUT + "schedule nested/1f1b\nlive vision: 1 1\nlive llm: 2 1\n" + ROWS
 
 
 def test_the_whole_table_is_sound() -> None:
-    verify(Table.parse(CUT + ROWS))
+    verify(Table.parse(TEXT))
 
 
 BROKEN = [
@@ -47,6 +52,23 @@ BROKEN = [
     ("known", "llm0+llm1.R", "llm0.R", "it has vision, llm0+llm1"),
     ("known", "vision.W0 vision.R", "vision.W0 vision.R>1 vision.R", "no value to move"),
     ("known", "rank 1: ", "rank 1: vision.F0\nrank 2: ", "the cut has 2 ranks, the table 3 rows"),
+    ("known", "schedule nested/1f1b", "schedule nested/2f2b", "leave the line `schedule` out"),
+    ("known", "live llm: 2 1", "live audio: 2 1", "`live audio: 2 1` names no region; the cut has"),
+    (
+        "known",
+        "live llm: 2 1",
+        "live llm: 2",
+        "states 1 of 2 ranks; write a number",
+    ),
+    ("footprint", "features*", "features", "no starred value enters llm0, so nothing reads"),
+    (
+        "footprint",
+        "llm1 of llm: FBW",
+        "llm1 of llm: FW",
+        "llm1 must make the gradient, but has only",
+    ),
+    ("footprint", "vision: FW", "vision: F", "vision must read the gradient, but has no backward"),
+    ("footprint", "vision: FW", "vision: F", "`shared vision`: vision has no backward op, so it"),
     ("defined_once", "llm0.W0 ", "llm0.W0 llm0.W0 ", "runs already on rank 0"),
     ("placed", "vision.F0 ", "vision.F0 llm1.F0 ", "llm1.F0 belongs on rank 1: the stage lives"),
     (
@@ -57,6 +79,20 @@ BROKEN = [
     ),
     ("complete", "llm0.W0 ", "", "llm0.W0 is missing; add it to the row of rank 0"),
     ("complete", "vision.W1 ", "", "vision.W1 is missing; add it to the row of its owner"),
+    ("complete", ROWS, "rank 0:\nrank 1:\n", "the rows run no microbatch"),
+    (
+        "bounded",
+        "live vision: 1 1",
+        "live vision: 1 0",
+        "vision on rank 1 to 1, and the",
+    ),
+    (
+        "bounded",
+        "live llm: 2 1",
+        "live llm: 1 1",
+        "llm0.F1 brings the live units of llm on rank 0 to 2",
+    ),
+    ("base_kept", "1f1b", "gpipe", "llm1.B0 stands where nested/gpipe has llm1.F1; keep the order"),
     (
         "read_after_write",
         "llm0.B0 llm0.W0",
@@ -84,12 +120,12 @@ BROKEN = [
 
 @pytest.mark.parametrize(("rule", "good", "bad", "says"), BROKEN)
 def test_a_broken_rule_is_named(rule: str, good: str, bad: str, says: str) -> None:
-    rows = ROWS.replace(good, bad, 1)
+    text = TEXT.replace(good, bad, 1)
     if rule == "makes_progress":
-        rows = rows.replace("llm1.B0<1 llm0.B0", "llm0.B0")
-    assert rows != ROWS
+        text = text.replace("llm1.B0<1 llm0.B0", "llm0.B0")
+    assert text != TEXT
     with pytest.raises(TableError, match=re.escape(says)) as error:
-        verify(Table.parse(CUT + rows))
+        verify(Table.parse(text))
     assert f"{rule}: " in str(error.value)
 
 
@@ -107,8 +143,34 @@ def test_all_broken_rules_are_listed_with_the_row_around_them() -> None:
 
 
 def test_a_long_list_is_cut() -> None:
-    with pytest.raises(TableError, match="and 298 more"):
-        verify(Table.parse(CUT + "rank 0: llm0.F39\nrank 1: llm1.F39\n"), ORDER)
+    forwards = (" ".join(f"llm{rank}.F{mb}" for mb in range(40)) for rank in range(2))
+    rows = (f"rank {rank}: {row}\n" for rank, row in enumerate(forwards))
+    with pytest.raises(TableError, match="and 220 more"):
+        verify(Table.parse(CUT + "".join(rows)), ORDER)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gap", "other"), [("0", "2", "0", "1"), ("1", "999999999", "1", "999999999")]
+)
+def test_microbatches_have_no_gap(old: str, new: str, gap: str, other: str) -> None:
+    rows = re.sub(rf"\.([FBW]){old}\b", rf".\g<1>{new}", ROWS)
+    with pytest.raises(TableError) as error:
+        verify(Table.parse(TEXT.replace(ROWS, rows)))
+    assert (
+        f"complete: no op of microbatch {gap}, but ops of microbatch {other}; "
+        "number the 2 microbatches from 0 to 1"
+    ) in str(error.value)
+
+
+def test_live_units_are_counted_in_row_order() -> None:
+    table = Table.parse(TEXT)
+    assert live_units(table, "llm", 0) == [0, 1, 2, 2, 1, 1, 0, 0]
+    assert live_units(table, "vision", 1) == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_an_order_that_has_no_base_is_not_compared() -> None:
+    """`stage` has none for a cut with a replicated encoder."""
+    verify(Table.parse(TEXT.replace("schedule nested/1f1b", "schedule stage/gpipe")))
 
 
 def test_a_message_shows_the_row_around_the_op() -> None:
@@ -166,11 +228,57 @@ def test_a_cycle_of_compute_ops_makes_no_progress() -> None:
 
 def test_passes_say_which_one_broke_the_table() -> None:
     def unsend(table: Table) -> Table:
-        return Table(table.cut, tuple(row[:-1] for row in table.rows))
+        return replace(table, rows=tuple(row[:-1] for row in table.rows))
 
     table = derive(build("stage/1f1b", 2, Shape()), 4, "stage/1f1b")
     with pytest.raises(TableError, match=r"after unsend \(passes before it: communicate\)"):
         passes.run(table, [passes.communicate, unsend])
+
+
+Damage = Callable[[Table], Table]
+
+
+def _without(kind: str, way: str) -> Damage:
+    """A pass that loses the last op of a kind and way on rank 0."""
+
+    def lose(table: Table) -> Table:
+        row = table.rows[0]
+        at = max(at for at, op in enumerate(row) if op.kind == kind and op.way == way)
+        return replace(table, rows=(row[:at] + row[at + 1 :], *table.rows[1:]))
+
+    return lose
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (_without("W", ""), "complete"),
+        (_without("F", ">"), "sends_meet_receives"),
+        (_without("B", "<"), "posted"),
+        (_without("R", ""), "reduced_once"),
+        (lambda table: replace(table, live=(Live("llm", (1, 1)),)), "bounded"),
+        (lambda table: replace(table, schedule="nested/gpipe"), "base_kept"),
+        (lambda table: replace(table, cut=replace(table.cut, ranks=3)), "known"),
+    ],
+)
+def test_a_rule_is_asked_again_after_a_pass_that_touches_what_it_reads(
+    damage: Damage, rule: str
+) -> None:
+    table = derive(build("nested/1f1b", 2, Shape(encoders=(True,))), 4)
+    with pytest.raises(TableError, match=f"^the table after .*\n.*{rule}: "):
+        passes.run(table, [*passes.DEFAULT, damage])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), shapes(), st.integers(1, 4), st.integers(1, 8))
+def test_transfers_are_placed_where_ops_take_no_time(
+    data: st.DataObject, shape: Shape, ranks: int, mbs: int
+) -> None:
+    """Many ops, or all, at one time: an order in which all can run decides."""
+    cut = build("nested/1f1b", ranks, shape)
+    kinds = [(stage.name, kind) for stage in cut.stages for kind in stage.kinds]
+    seconds = {kind: data.draw(st.sampled_from([0.0, 0.0, 1.0])) for kind in kinds}
+    verify(passes.run(derive(cut, mbs), [partial(passes.communicate, costs=Costs(seconds))]), MOVES)
 
 
 @settings(max_examples=60, deadline=None)
