@@ -15,7 +15,7 @@ from fxpipe import passes
 from fxpipe.actions import read_actions
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.figures import Figures, figures
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
@@ -81,6 +81,7 @@ def forecast(ask: Ask, cut: Cut | None = None) -> Forecast:
     _check_owners(ask, cut.ranks)
     costs = costs_of(ask, cut)
     choice = _chosen(ask, cut, costs)
+    _check_placed(choice, ask.microbatches)
     table = _finished(choice.table, costs)
     return Forecast(table, costs, simulate(table, costs), choice.schedule, choice.front)
 
@@ -182,6 +183,15 @@ def _finished(table: Table, costs: Costs) -> Table:
     }
     timed = replace(costs, seconds=seconds)
     return passes.run(table, (partial(communicate, costs=timed), reduce))
+
+
+def _check_placed(choice: _Choice, microbatches: int) -> None:
+    """No rule can see that a table lacks its last microbatches altogether."""
+    if choice.table.microbatches != microbatches:
+        raise ScheduleError(
+            f"{choice.schedule} has ops of {choice.table.microbatches} of {microbatches} "
+            "microbatches; try another placement"
+        )
 
 
 def _check_sharded(name: str, sketches: Sequence[Sketch]) -> None:

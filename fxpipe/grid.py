@@ -37,6 +37,12 @@ class Window:
         """The column that starts closest to a time since the start."""
         return round(seconds / self.slot)
 
+    def pieces(self, first: int, last: int) -> list[tuple[int, int]]:
+        """What is shown of an op's columns."""
+        shown = [(0, self.head), (self.total - self.tail, self.total)]
+        cut = [(max(first, a), min(last, b)) for a, b in shown]
+        return [(a, b) for a, b in cut if a < b]
+
     def shown(self, line: Sequence[_Cell]) -> list[_Cell]:
         """What is shown of a line of all columns."""
         if not self.tail:
@@ -108,11 +114,10 @@ def _row(
     line: list[_Cell] = [("·", "dim") if colour else (".", "")] * view.total
     for span in sorted(spans, key=lambda span: span.seconds):  # idle columns show short ops, too
         first, last = view.column(span.start - start), view.column(span.end - start)
-        hidden = view.tail and first > view.head and last < view.total - view.tail
-        if span.seconds and not hidden:
-            mark, last = _mark(span, marked), max(last, first + 1)
-            style = mark.style if colour else ""
-            line[first:last] = [(x, style) for x in _words(span, mark, last - first, colour)]
+        mark = _mark(span, marked)
+        for at, end in view.pieces(first, max(last, first + 1) if span.seconds else first):
+            words = _words(span, mark, end - at, colour)
+            line[at:end] = [(letter, mark.style if colour else "") for letter in words]
     return view.shown(line[: view.total])
 
 
@@ -169,16 +174,18 @@ def _legend(order: Sequence[Mark], *, colour: bool, width: int) -> Text:
 
 
 def _note(view: Window, timeline: Timeline) -> str:
-    note = f"one column is {view.slot:.3g} s"
+    notes = [f"one column is {view.slot:.3g} s"]
     if view.tail:
         left = (view.total - view.head - view.tail) * view.slot
-        return f"{note}; {left:.3g} of {timeline.makespan:.3g} s in the middle are left out\n"
+        notes.append(f"{left:.3g} of {timeline.makespan:.3g} s in the middle are left out")
     exact = all(
         math.isclose(time, round(time), abs_tol=1e-3)
         for span in timeline.compute
         for time in ((span.start - timeline.start) / view.slot, span.seconds / view.slot)
     )
-    return f"{note}\n" if exact else f"{note}; ops are rounded to columns, short ones may be lost\n"
+    if not exact:
+        notes.append("times are rounded to columns")
+    return f"{'; '.join(notes)}\n"
 
 
 def _line(text: Text, label: str, cells: Iterable[_Cell]) -> None:

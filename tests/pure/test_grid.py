@@ -97,7 +97,7 @@ def test_a_step_that_no_slot_divides_is_compressed() -> None:
         "rank 1 .....F0----B....\n"
         "\n"
         "llm F:F B:B\n"
-        "one column is 1.88 s; ops are rounded to columns, short ones may be lost\n"
+        "one column is 1.88 s; times are rounded to columns\n"
     )
 
 
@@ -110,6 +110,12 @@ def test_of_a_long_step_the_middle_is_left_out() -> None:
         "llm F:F\n"
         "one column is 1 s; 84 of 100 s in the middle are left out\n"
     )
+
+
+def test_an_op_that_is_shown_in_part_has_its_whole_number() -> None:
+    ops = " ".join(f"F{mb}:{mb * 4}-{mb * 4 + 4}" for mb in range(40))
+    text = grid(run(f"{ops} B0:160-161"), 27, colour=False).plain
+    assert text.splitlines()[1] == "rank 0 F0--F1-- : F38F39-B"
 
 
 @pytest.mark.parametrize("columns", [8, 40, 73, 191])
