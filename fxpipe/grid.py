@@ -66,7 +66,9 @@ def grid(timeline: Timeline, width: int, *, colour: bool) -> Text:
         _line(text, f"rank {rank:>{digits}} ", cells)
     used = {_mark(span, marked) for span in timeline.compute if span.seconds > 0}
     listed = dict.fromkeys([*marked.values(), REDUCTION])
-    order = [mark for mark in listed if mark in used]
+    order = sorted(
+        (mark for mark in listed if mark in used), key=lambda mark: "FBWR".index(mark.kind)
+    )
     text.append_text(_legend(order, colour=colour, width=width))
     return text.append(_note(view, timeline))
 

@@ -43,21 +43,22 @@ def marks(cut: Cut) -> dict[tuple[str, Kind], Mark]:
     letters = _letters(cut)
     turns = _turns(cut)
     ramps = dict(_ramps(cut))
-    return {
-        (stage.name, kind): (_mark, _odd)[turns[stage.name]](
-            stage, kind, letters[stage.region], ramps[stage.region]
-        )
-        for stage in cut.stages
-        for kind in stage.kinds
-    }
+    split = {stage.region for stage in cut.stages if Kind.B in stage.kinds}
+    made = {}
+    for stage in cut.stages:
+        letter, ramp = letters[stage.region], ramps[stage.region]
+        if stage.region not in split:  # a backward that is W alone is never the darkest
+            ramp = (ramp[0], ramp[1], ramp[1])
+        for kind in stage.kinds:
+            draw = _odd if turns[stage.name] else _mark
+            made[stage.name, kind] = draw(stage, kind, letter, ramp)
+    return made
 
 
 def _mark(stage: Stage, kind: Kind, letters: str, ramp: Ramp) -> Mark:
-    """A backward of one op is never the darkest of its hue."""
     at = _COMPUTE.index(kind)
-    shade = at if Kind.B in stage.kinds else min(at, 1)
     ink = _DARK if kind is Kind.F else _LIGHT
-    return Mark(letters[at], f"{ink} on {ramp[shade]}", stage.region, kind)
+    return Mark(letters[at], f"{ink} on {ramp[at]}", stage.region, kind)
 
 
 def _odd(stage: Stage, kind: Kind, letters: str, _: Ramp) -> Mark:
