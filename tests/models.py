@@ -103,6 +103,77 @@ def three_regions(uneven: bool = False, count: int = 5) -> list[Microbatch]:
     ]
 
 
+class Small(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class AnyRegions(nn.Module):
+    """Encoders -> backbone -> generators, each trained or not, of the smallest blocks."""
+
+    WIDTH = 4
+
+    def __init__(
+        self,
+        encoders: Sequence[bool] = (),
+        generators: Sequence[bool] = (),
+        backbone: bool = True,
+        layers: int = 4,
+    ) -> None:
+        super().__init__()
+        self.counts = len(encoders), len(generators)
+        parts = {f"enc{i}": trained for i, trained in enumerate(encoders)}
+        parts |= {f"gen{i}": trained for i, trained in enumerate(generators)}
+        for name in parts:
+            self.add_module(name, self._blocks(2))
+        self.embed = nn.Embedding(9, self.WIDTH)
+        self.blocks = self._blocks(layers)
+        self.head = nn.Linear(self.WIDTH, 9)
+        for name, module in self.named_children():
+            module.requires_grad_(parts.get(name, backbone))
+
+    def _blocks(self, count: int) -> nn.ModuleList:
+        return nn.ModuleList(Small(self.WIDTH) for _ in range(count))
+
+    def _run(self, name: str, x: Tensor) -> Tensor:
+        for block in self.get_submodule(name).children():
+            x = block(x)
+        return x
+
+    def forward(self, ids: Tensor, **floats: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i in range(self.counts[0]):
+            x = x + self._run(f"enc{i}", floats[f"pixels{i}"]).mean(1, keepdim=True)
+        x = self._run("blocks", x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        for i in range(self.counts[1]):
+            y = self._run(f"gen{i}", x.mean(1) + floats[f"noise{i}"])
+            loss = loss + F.mse_loss(y, floats[f"noise{i}"])
+        return loss
+
+    def batch(self, count: int) -> list[Microbatch]:
+        """Microbatches of different lengths."""
+        g = torch.Generator().manual_seed(3)
+        made = []
+        for i in range(count):
+            samples, length = 2 + i % 2, 3 + i % 3
+            mb = {"ids": torch.randint(0, 9, (samples, length), generator=g)}
+            shapes = {f"pixels{j}": (samples, 2 + i % 4, self.WIDTH) for j in range(self.counts[0])}
+            shapes |= {f"noise{j}": (samples, self.WIDTH) for j in range(self.counts[1])}
+            mb |= {
+                name: torch.randn(shape, generator=g, dtype=torch.float64)
+                for name, shape in shapes.items()
+            }
+            made.append(mb)
+        return made
+
+
 def _text(**more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200}
