@@ -37,7 +37,7 @@ app.command()(plan)
 @app.command()
 def verify(file: _File) -> None:
     """Check a table against every rule; exit status 1 and the broken rules if it breaks any."""
-    table = Table.parse(file.read_text(encoding="utf-8"))
+    table = _table(file)
     check(table)
     ops = sum(map(len, table.rows))
     typer.echo(
@@ -48,7 +48,7 @@ def verify(file: _File) -> None:
 @app.command()
 def simulate(file: _File, trace: _Trace = None) -> None:
     """Run a table against the costs of its cut; print when each rank works."""
-    timeline = run_simulation(Table.parse(file.read_text(encoding="utf-8")))
+    timeline = run_simulation(_table(file))
     for line in _summary(timeline):
         typer.echo(line)
     if trace is not None:
@@ -77,6 +77,11 @@ def main() -> None:
     except FxpipeError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         sys.exit(1)
+
+
+def _table(file: Path) -> Table:
+    """What is no text is no table either: the line that holds it is named."""
+    return Table.parse(file.read_text(encoding="utf-8-sig", errors="replace"))
 
 
 def _summary(timeline: Timeline) -> list[str]:
