@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # In a process of its own, so that the peak is that of the table and of nothing before it.
@@ -27,6 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.scale
 def test_64_ranks_and_512_microbatches() -> None:
     """Ten seconds of an idle core are the aim; a busy one is given three times as many."""
     done = subprocess.run(

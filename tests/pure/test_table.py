@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fxpipe.cut import Cut, Kind, Layout, Region, Role, Stage
 from fxpipe.errors import TableError
+from fxpipe.passes import run
+from fxpipe.schedule import derive
 from fxpipe.table import Op, Table, inputs
 from tests.pure.cuts import Shape, build, shapes
 
@@ -149,7 +151,7 @@ def fragments() -> st.SearchStrategy[str]:
     return words | st.text(max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_damaged_text_is_refused_in_one_line_or_read(data: st.DataObject) -> None:
     text = TEXT
@@ -169,6 +171,18 @@ def test_damaged_text_is_refused_in_one_line_or_read(data: st.DataObject) -> Non
 def test_any_text_is_refused(text: str) -> None:
     with pytest.raises(TableError):
         Table.parse(text)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 5), shapes())
+def test_numbers_stand_for_values(ranks: int, mbs: int, shape: Shape) -> None:
+    table = run(derive(build("nested/1f1b", ranks, shape), mbs))
+    for row, numbers in zip(table.rows, table.numbered.rows, strict=True):
+        for op, number in zip(row, numbers, strict=True):
+            assert table.numbered.op(number) == op.value
+            read = [table.numbered.op(value) for value in table.numbered.inputs(number)]
+            assert read == list(inputs(op.value, table.cut))
+    assert {table.numbered.op(n): rank for n, rank in table.numbered.home.items()} == table.place
 
 
 def test_inputs() -> None:

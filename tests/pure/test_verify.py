@@ -226,6 +226,28 @@ def test_a_cycle_of_compute_ops_makes_no_progress() -> None:
         verify(Table.parse(cut + late), ORDER)
 
 
+UNSPLIT = """
+ranks 2
+region llm backbone sharded
+stage llm0 of llm: FW, rank 0, cost 1
+stage llm1 of llm: FB, rank 1, cost 1
+seam llm0 -> llm1: hidden*
+shared llm0 llm1
+live llm: 1 1
+rank 0: llm0.F0 llm0.F0>1 llm1.B0<1 llm0.W0 llm0+llm1.R
+rank 1: llm0.F0<0 llm1.F0 llm1.B0 llm1.B0>0 llm0+llm1.R
+"""
+
+
+def test_a_backward_that_is_not_split_ends_with_its_b() -> None:
+    table = Table.parse(UNSPLIT)
+    verify(table)
+    assert live_units(table, "llm", 1) == [1, 0]
+    early = UNSPLIT.replace("llm1.B0 llm1.B0>0 llm0+llm1.R", "llm0+llm1.R llm1.B0 llm1.B0>0")
+    with pytest.raises(TableError, match=re.escape("llm0+llm1.R stands before llm1.B0; put")):
+        verify(Table.parse(early))
+
+
 def test_passes_say_which_one_broke_the_table() -> None:
     def unsend(table: Table) -> Table:
         return replace(table, rows=tuple(row[:-1] for row in table.rows))
@@ -267,6 +289,22 @@ def test_a_rule_is_asked_again_after_a_pass_that_touches_what_it_reads(
     table = derive(build("nested/1f1b", 2, Shape(encoders=(True,))), 4)
     with pytest.raises(TableError, match=f"^the table after .*\n.*{rule}: "):
         passes.run(table, [*passes.DEFAULT, damage])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_text_is_refused_or_sound(data: st.DataObject) -> None:
+    text = TEXT
+    for _ in range(data.draw(st.integers(1, 2))):
+        start = data.draw(st.integers(0, len(text)))
+        words = data.draw(st.sampled_from([*TEXT.split(), *"0123456789FBWR<>.*+ "]))
+        text = text[:start] + words + text[start + data.draw(st.integers(0, 8)) :]
+    try:
+        table = Table.parse(text)
+        verify(table)
+    except TableError:
+        return
+    simulate(table)
 
 
 @settings(max_examples=60, deadline=None)
