@@ -16,7 +16,7 @@ from fxpipe.capture import Captured
 from fxpipe.cut import Cut, Layout, Seam
 from fxpipe.errors import RegionError
 from fxpipe.inputs import Microbatch, flatten
-from fxpipe.joint import Differentiated, StageGraphs, differentiate
+from fxpipe.joint import Differentiated, StageGraphs, differentiate, repartition
 from fxpipe.passes.regions import Regions, find_regions
 from fxpipe.passes.stages import Spans, Staging, assign_stages
 from fxpipe.schedule import Plan
@@ -79,9 +79,15 @@ def lower(
     return Lowered(captured, regions, staging, stages, parts, plan, ranks, recompute)
 
 
-def moved(lowered: Lowered, plan: Plan, ranks: int) -> Lowered:
-    """The same stages on other ranks; nothing is traced or differentiated again."""
-    return replace(lowered, plan=plan, ranks=ranks)
+def moved(lowered: Lowered, scheduler: Scheduler, ranks: int) -> Lowered | None:
+    """The same stages for another schedule, without tracing; None if it wants other stages."""
+    plan = scheduler.plan(ranks, lowered.regions.roles)
+    if stage_names(lowered.regions, plan) != stage_names(lowered.regions, lowered.plan):
+        return None
+    recompute, parts = _known(scheduler.recompute, lowered.regions), lowered.parts
+    if recompute != lowered.recompute:
+        parts = repartition(lowered.captured, parts, recompute)
+    return replace(lowered, plan=plan, ranks=ranks, parts=parts, recompute=recompute)
 
 
 def stage_names(regions: Regions, plan: Plan) -> dict[str, tuple[str, ...]]:

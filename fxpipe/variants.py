@@ -16,9 +16,8 @@ from fxpipe.capture import Captured, LossFn, capture
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape, stage_names
+from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
 from fxpipe.mode import Mode, mode_of, refuse_autocast
-from fxpipe.schedule import Plan
 from fxpipe.scheduler import Scheduler
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
@@ -177,10 +176,10 @@ class Variants:
                 continue
             if _fits(known, microbatch):
                 captured = known.captured
-                plan = self.scheduler.plan(self.ranks, known.regions.roles)
                 same = not spans or known.staging.spans == spans
-                if same and self._has_stages(known, plan):
-                    return moved(known, plan, self.ranks)
+                found = moved(known, self.scheduler, self.ranks) if same else None
+                if found is not None:
+                    return found
         made = lower(
             captured or self._captured(microbatch),
             microbatch,
@@ -191,12 +190,6 @@ class Variants:
         )
         self._known.append((self._mode, made))
         return made
-
-    def _has_stages(self, known: Lowered, plan: Plan) -> bool:
-        """Whether a lowered graph has the stages of a plan, and keeps what is asked for."""
-        names = stage_names(known.regions, plan)
-        same = names == stage_names(known.regions, known.plan)
-        return same and set(known.recompute) == set(self.scheduler.recompute)
 
     def _captured(self, microbatch: Microbatch) -> Captured:
         seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]

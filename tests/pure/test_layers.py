@@ -16,7 +16,7 @@ SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
 CAPTURE = ("torch_internals", "inputs", "dataflow", "capture")
-STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower")
+STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", "roofline")
 COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
