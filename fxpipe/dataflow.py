@@ -176,14 +176,15 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     """
     if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
         return node.all_input_nodes[0]
-    made = _tensors(node)
+    made = tensors_of(node)
     for source in node.all_input_nodes if node.op == "call_function" else ():
-        if any(share_storage(value, base) for value in made for base in _tensors(source)):
+        if any(share_storage(value, base) for value in made for base in tensors_of(source)):
             return source
     return None
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node makes, as traced."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return [item for item in values if isinstance(item, Tensor)]
@@ -200,42 +201,63 @@ def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -
 
 def work(node: fx.Node, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> float:
     """Floating-point operations of a node's forward for one microbatch."""
-    value = node.meta.get("val")
-    outputs = value if isinstance(value, (tuple, list)) else [value]
-    tensors = [v for v in outputs if isinstance(v, Tensor)]
+    return float(flops(node, lambda value: size_in_numbers(value, symbols)))
+
+
+def flops(node: fx.Node, shape: Callable[[Tensor], Sequence[Any]]) -> Any:
+    """Floating-point operations of a node: a number or an expression, as `shape` gives sizes.
+
+    Two for each product that is summed up; everything else counts one for each element it makes.
+    """
+    tensors = tensors_of(node)
     if node.target is operator.getitem or not tensors:
-        return 0.0
-    made = math.prod(size_in_numbers(tensors[0], symbols))
+        return 0
+    made = math.prod(shape(tensors[0]))
     operands = [
-        size_in_numbers(arg.meta["val"], symbols)
+        shape(arg.meta["val"])
         for arg in node.args
         if isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor)
     ]
     rule = _WORK.get(getattr(node.target, "overloadpacket", None))
-    return float(rule(made, operands)) if rule and len(operands) > 1 else float(made)
+    return rule(node, made, operands) if rule and len(operands) > 1 else made
 
 
-Shapes = Sequence[tuple[int, ...]]
+Shapes = Sequence[Sequence[Any]]
 
 
-def _contract(made: int, shapes: Shapes) -> float:
+def _contract(node: fx.Node, made: Any, shapes: Shapes) -> Any:
     """A matrix product: the last dimension of the left operand is summed over."""
-    return 2.0 * made * (shapes[0][-1] if shapes[0] else 1)
+    return 2 * made * (shapes[0][-1] if shapes[0] else 1)
 
 
-def _addmm(made: int, shapes: Shapes) -> float:
-    return _contract(made, shapes[1:])
+def _addmm(node: fx.Node, made: Any, shapes: Shapes) -> Any:
+    return _contract(node, made, shapes[1:])
 
 
-def _convolution(made: int, shapes: Shapes) -> float:
-    return 2.0 * made * math.prod(shapes[1][1:])
+def _convolution(node: fx.Node, made: Any, shapes: Shapes) -> Any:
+    """A weight is used once for each output position, or, transposed, for each input position."""
+    transposed = node.target is aten.convolution.default and node.args[6]
+    return 2 * (math.prod(shapes[0]) if transposed else made) * math.prod(shapes[1][1:])
 
 
-def _attention(made: int, shapes: Shapes) -> float:
-    return 4.0 * made * shapes[1][-2]
+def _convolution_backward(node: fx.Node, made: Any, shapes: Shapes) -> Any:
+    """As much as the forward for each of the gradients of input and weight."""
+    *_, transposed, _, _, mask = arguments(node)
+    positions = math.prod(shapes[1] if transposed else shapes[0])
+    return 2 * positions * math.prod(shapes[2][1:]) * sum(map(bool, mask[:2]))
 
 
-_WORK: Mapping[Any, Callable[[int, Shapes], float]] = {
+def _attention(node: fx.Node, made: Any, shapes: Shapes) -> Any:
+    """Scores and their product with the values."""
+    return 4 * made * shapes[1][-2]
+
+
+def _attention_backward(node: fx.Node, made: Any, shapes: Shapes) -> Any:
+    """The scores again, and four products for the gradients; operands: gradient, q, k, v."""
+    return 10 * math.prod(shapes[1]) * shapes[2][-2]
+
+
+_WORK: dict[Any, Callable[[fx.Node, Any, Shapes], Any]] = {
     aten.linear: _contract,
     aten.matmul: _contract,
     aten.mm: _contract,
@@ -246,5 +268,15 @@ _WORK: Mapping[Any, Callable[[int, Shapes], float]] = {
     aten.conv2d: _convolution,
     aten.conv3d: _convolution,
     aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
     aten.scaled_dot_product_attention: _attention,
 }
+_KERNELS = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_fused_attention_overrideable,
+)
+_WORK |= dict.fromkeys(_KERNELS, _attention)
+_WORK |= {getattr(aten, f"{kernel.__name__}_backward"): _attention_backward for kernel in _KERNELS}

@@ -103,10 +103,15 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return pytree.tree_map(function, value)
 
 
+def storage_of(tensor: Tensor) -> object:
+    """The memory that a traced tensor lies in, to be compared and hashed."""
+    storage: Callable[[object], object] = StorageWeakRef
+    return storage(tensor.untyped_storage())
+
+
 def share_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two traced tensors lie in the same memory."""
-    storage: Callable[[object], object] = StorageWeakRef
-    return storage(a.untyped_storage()) == storage(b.untyped_storage())
+    return storage_of(a) == storage_of(b)
 
 
 def has_hooks(tensor: Tensor) -> bool:
