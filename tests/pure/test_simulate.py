@@ -1,10 +1,15 @@
 """What the simulator and the timeline say about tables that a person can work out."""
 
+import math
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxpipe import passes
 from fxpipe.costs import Costs
@@ -14,9 +19,9 @@ from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
 from fxpipe.schedule import derive
 from fxpipe.simulate import simulate
-from fxpipe.table import Op, Table
+from fxpipe.table import Op, Table, inputs
 from fxpipe.timeline import Peak, Span, Timeline
-from tests.pure.cuts import Shape, build
+from tests.pure.cuts import Shape, build, shapes
 
 CHAIN = Shape()
 CUT = build("stage/1f1b", 2, CHAIN)
@@ -246,3 +251,66 @@ def test_memory_of_several_regions_on_a_rank() -> None:
     )
     assert timeline.peak_bytes(0) == 10
     assert timeline.peak_bytes(0, ["enc0"]) == 3
+
+
+class Pulled:
+    """The simulator's equations, each asked for what it needs: slow, and of another make."""
+
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        self.spot = {
+            (op, rank): at for rank, row in enumerate(table.rows) for at, op in enumerate(row)
+        }
+        self.time = cache(self._time)
+        self.leaves = cache(self._leaves)
+
+    def _time(self, rank: int, count: int) -> float:
+        """When a rank has run so many ops of its row."""
+        if not count:
+            return 0.0
+        op, before = self.table.rows[rank][count - 1], self.time(rank, count - 1)
+        if op.way:
+            return before
+        if op.kind is Kind.R:
+            holders = self.table.cut.ranks_of(self.table.cut.groups[op.stage])
+            before = max(self.time(r, self.spot[op, r]) for r in holders)
+        return max([before, *self._inputs(op, rank)]) + self.costs.compute(op)
+
+    def _inputs(self, op: Op, rank: int) -> Iterator[float]:
+        for value in inputs(op, self.table.cut) if op.kind is not Kind.R else ():
+            home = self.table.place[value]
+            if home != rank:
+                yield self.leaves(home, self.spot[value.to(rank), home]) + self.costs.latency
+
+    def _leaves(self, source: int, at: int) -> float:
+        """When the bytes of the send at a place of a row are through."""
+        op, row = self.table.rows[source][at], self.table.rows[source]
+        earlier = [i for i in range(at) if (row[i].way, row[i].peer) == (">", op.peer)]
+        free = self.leaves(source, earlier[-1]) if earlier else 0.0
+        target = op.peer or 0
+        posted = self.time(target, self.spot[op.value.source(source), target])
+        return max(free, self.time(source, at), posted) + self.costs.occupies(op.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), shapes(), st.integers(1, 4), st.integers(1, 6))
+def test_every_time_is_that_of_the_equations(
+    data: st.DataObject, shape: Shape, ranks: int, mbs: int
+) -> None:
+    placement = data.draw(st.sampled_from(["stage/1f1b", "upfront/gpipe", "nested/1f1b"]))
+    cut = build(placement, ranks, shape)
+    table = reduce(communicate(derive(cut, mbs, placement)))
+    amount = st.one_of(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    keys = [(stage.name, kind) for stage in cut.stages for kind in stage.kinds]
+    costs = Costs(
+        {key: data.draw(amount) for key in [*keys, *[(name, Kind.R) for name in cut.groups]]},
+        latency=data.draw(st.integers(0, 2)),
+        bandwidth=data.draw(st.sampled_from([1, 2, math.inf])),
+        bytes={key: data.draw(amount) for key in keys},
+    )
+    pulled = Pulled(table, costs)
+    for span in simulate(table, costs).spans:
+        spot = pulled.spot[span.op, span.rank]
+        end = pulled.leaves(span.rank, spot) + costs.latency if span.op.way else None
+        assert span.end == (pulled.time(span.rank, spot + 1) if end is None else end), span
+    assert simulate(table, costs) == simulate(table, costs)
