@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
+from fxpipe.bind import Symbols
 from fxpipe.costs import Costs, at
 from fxpipe.cut import Kind
 from fxpipe.formulas import peak_flops, threshold
@@ -32,17 +33,18 @@ def _three() -> tuple[nn.Module, list[Any], Callable[..., Any]]:
 
 
 @cache
-def stepped(recompute: tuple[str, ...] = ()) -> tuple[Pipe, Lowered, Roofline, Costs]:
+def stepped() -> tuple[Pipe, Lowered, Roofline, Costs]:
     """A pipeline that has run a step of uneven microbatches, and its costs."""
     torch.manual_seed(0)
     model, batch, loss = _three()
-    pipe = fxpipe.compile(
-        model, batch[0], ranks=2, backend="local", loss_fn=loss, recompute=recompute
-    )
+    pipe = fxpipe.compile(model, batch[0], ranks=2, backend="local", loss_fn=loss)
     pipe.step(batch)
     lowered = pipe._variants.first
-    steps = [(lowered, symbols_of(lowered, mb)) for mb in batch]
-    return pipe, lowered, roofline(lowered), costs_of(steps, DEVICE)
+    return pipe, lowered, roofline(lowered), costs_of(_steps(lowered), DEVICE)
+
+
+def _steps(lowered: Lowered) -> list[tuple[Lowered, Symbols]]:
+    return [(lowered, symbols_of(lowered, mb)) for mb in models.three_regions(uneven=True)]
 
 
 def test_flops_are_those_that_torch_counts() -> None:
@@ -120,12 +122,14 @@ def test_what_crosses_and_what_is_resident() -> None:
 
 def test_recomputation_is_in_the_graphs() -> None:
     """The backward of the region does its forward again, and nothing of it is kept."""
-    (_, _, plain, before), (pipe, _, again, after) = stepped(), stepped(("vision",))
-    assert pipe.cut.region["vision"].recompute
+    pipe, _, plain, before = stepped()
+    lowered = pipe.reschedule("nested/1f1b", recompute=("vision",))._variants.first
+    again, after = roofline(lowered), costs_of(_steps(lowered), DEVICE)
+    assert lowered.cut.region["vision"].recompute
     assert all(size == 0 for size in (after.kept["vision", Kind.F], again.kept["vision", Kind.F]))
     assert after.kept["llm0", Kind.F] == before.kept["llm0", Kind.F]
     more = sympy.expand(again.flops["vision", Kind.W] - plain.flops["vision", Kind.W])
-    symbols = symbols_of(stepped()[1], models.three_regions()[0])
+    symbols = symbols_of(lowered, models.three_regions()[0])
     share = more.xreplace(symbols) / plain.flops["vision", Kind.F].xreplace(symbols)
     assert 0.8 < share <= 1
 
