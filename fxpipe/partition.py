@@ -64,6 +64,7 @@ class _Partition:
         returned = [[self.source[n] for n in bundle if n] for bundle in parts.returned]
         weights = [self.source[n] for n in parts.weights]
         checks = [n for n in self.order if n.op == "call_function" and n.is_impure()]
+        checks = [n for n in checks if not is_random(n)]
         forward = _with_items(self._behind([*flat(sent), *losses, *checks]))
         backward = _with_items(self._behind(flat(returned)) - forward)
         deferred = self._behind(weights) - forward - backward

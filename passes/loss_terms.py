@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.dataflow import arguments, aten, function
+from fxpipe.dataflow import arguments, aten, function, is_random
 
 
 def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
@@ -20,7 +20,8 @@ def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(module.graph, {})
     output = graph.output(tuple(_terms(graph, outputs[0])))
-    graph.eliminate_dead_code()
+    # Unused random operators count as impure, attention without dropout among them.
+    graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))
     with graph.inserting_before(output):
         output.args = (tuple(_born(graph, term) for term in arguments(output)[0]),)
     graph.lint()
