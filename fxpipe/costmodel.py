@@ -116,6 +116,15 @@ def warmup_slack(table: Table, costs: Costs) -> tuple[float, ...]:
     return tuple(max(0.0, first.get(r, 0.0) - busy[r]) for r in range(table.cut.ranks))
 
 
+def tail_slack(table: Table, costs: Costs) -> tuple[float, ...]:
+    """Idle seconds of each rank after its last op, in the base rows alone."""
+    alone = simulate(base_alone(table), costs)
+    last = [alone.start] * table.cut.ranks
+    for span in alone.compute:
+        last[span.rank] = max(last[span.rank], span.end)
+    return tuple(max(last) - end for end in last)
+
+
 def base_alone(table: Table) -> Table:
     """The rows of the sharded stages, as a table of a cut that has no other stages."""
     cut = table.cut

@@ -20,9 +20,8 @@ from fxpipe.figures import Figures, figures
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
 from fxpipe.rates import Rates, rate
-from fxpipe.schedule import AUTO, Schedule, derive, layout
+from fxpipe.schedule import AUTO, derive, layout
 from fxpipe.simulate import simulate
-from fxpipe.skeletons import base, homes
 from fxpipe.sketch import Homes, Sketch, sketch
 from fxpipe.table import Op, Table
 from fxpipe.timeline import Timeline
@@ -120,20 +119,20 @@ def sketched(ask: Ask) -> Cut:
         raise OptionError("nothing to plan; give a FILE, or regions as in --region llm=backbone:1")
     if ask.ranks is None:
         raise OptionError("--ranks is missing; say how many ranks the regions are laid out for")
-    whole = [x for x in ask.sketches if x.name not in ask.sharded]
     encoders, generators = (
-        [x.name for x in whole if x.role is role] for role in (Role.ENCODER, Role.GENERATOR)
+        [x.name for x in ask.sketches if x.role is role] for role in (Role.ENCODER, Role.GENERATOR)
     )
-    plan = layout(ask.schedule, ask.ranks, encoders, generators)
-    placed: dict[str, tuple[int, ...]] = {
-        name: (home,) for name, home in plan.home.items() if home is not None
-    }
-    for x in ask.sketches:
-        if x.role is Role.BACKBONE:
-            placed[x.name] = _backbone(ask, tuple(dict.fromkeys(plan.backbone)))
     for name in ask.sharded:
         _check_sharded(name, ask.sketches)
-        placed[name] = tuple(range(ask.ranks))
+    plan = layout(
+        ask.schedule, ask.ranks, encoders, generators, chunks=ask.chunks, sharded=ask.sharded
+    )
+    placed = {
+        name: home if isinstance(home, tuple) else (home,)
+        for name, home in plan.home.items()
+        if home is not None
+    }
+    placed |= {x.name: plan.backbone for x in ask.sketches if x.role is Role.BACKBONE}
     return sketch(ask.sketches, Homes(ask.ranks, placed))
 
 
@@ -146,12 +145,6 @@ def costs_of(ask: Ask, cut: Cut) -> Costs:
 
 def _linked(ask: Ask, costs: Costs) -> Costs:
     return replace(costs, latency=ask.rates.latency, bandwidth=ask.rates.bandwidth)
-
-
-def _backbone(ask: Ask, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The rank of each backbone stage: several to a rank where the base or the user wants it."""
-    order = homes(base(Schedule.parse(ask.schedule).base), len(ranks), ask.chunks)
-    return tuple(ranks[at] for at in order)
 
 
 def _chosen(ask: Ask, cut: Cut, costs: Costs) -> _Choice:

@@ -61,7 +61,7 @@ class Given:
         del homes[backbone]
         replicated = any(home is None for home in homes.values())
         kind = Layout.REPLICATED if replicated else Layout.SHARDED
-        return Plan(kind, homes, ranks_of)  # type: ignore[arg-type]
+        return Plan(kind, homes, ranks_of)
 
     def table(self, cut: Cut, microbatches: int) -> Table:
         """The table, with the transfers and the reductions that it lacks."""

@@ -22,11 +22,12 @@ from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
 from fxpipe.inputs import Microbatch, split_batch
 from fxpipe.joint import StageGraphs
+from fxpipe.owners import Given as Owners
 from fxpipe.passes.regions import Regions
 from fxpipe.passes.reorder import check_order
 from fxpipe.program import Program, emit
 from fxpipe.runtime import Step, run_step
-from fxpipe.scheduler import Owners, scheduler
+from fxpipe.scheduler import Options, scheduler
 from fxpipe.split import Stages
 from fxpipe.stageop import check_engine
 from fxpipe.table import Table
@@ -66,8 +67,10 @@ def compile(
     loss_fn: LossFn | None = None,
     engine: str = "aten",
     chunks: int | None = None,
-    owners: Owners | None = None,
+    owners: Owners = None,
+    sharded: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    live: Mapping[str, int] | None = None,
     memory_budget: float | None = None,
     costs: Costs | None = None,
 ) -> "Pipe":
@@ -78,13 +81,13 @@ def compile(
     or a Table, its text or its file. ranks, mesh, backend: where it runs; by default as
     torch.distributed was started, and in this process alone where it was not. regions: region ->
     names of modules, instead of what is found. loss_fn: model output -> scalar loss. engine: "aten"
-    runs the graphs, "inductor" compiles them. chunks, owners, recompute, memory_budget, costs: see
-    `fxpipe.scheduler.scheduler`.
+    runs the graphs, "inductor" compiles them. The others: see `fxpipe.scheduler.Options`.
 
     Raises CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
     """
     check_engine(engine)
-    how = scheduler(schedule, chunks, owners, recompute, memory_budget, costs)
+    options = Options(chunks, owners, sharded, recompute, live, memory_budget, costs)
+    how = scheduler(schedule, options)
     if microbatches is not None and microbatches < 1:
         raise BatchError(f"microbatches={microbatches}; a step needs at least one")
     where = choose(backend, how.ranks if ranks is None else ranks, mesh)
@@ -157,10 +160,10 @@ class Pipe:
     ) -> "Pipe":
         """The same model under another schedule, on other ranks, or on another backend.
 
-        options: chunks, owners, recompute, memory_budget and costs, as `compile` takes them. What
-        is traced already is not traced again, so that schedules can be compared quickly.
+        options: chunks, owners, sharded, recompute, live, memory_budget, costs, as `compile` takes
+        them. What is traced is not traced again, so that schedules can be compared quickly.
         """
-        how = scheduler(schedule, **options)
+        how = scheduler(schedule, Options(**options))
         ranks = how.ranks if ranks is None else ranks
         same = backend is None and ranks in (None, self.backend.ranks)
         where = self.backend if same else choose(backend or self.backend.name, ranks)

@@ -5,132 +5,190 @@ where encoders and generators live and how their ops join the base rows (Mpipe, 
 BigMac, arXiv 2605.25451). The result has compute ops only: `passes` add transfers and reductions.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxpipe.costs import Costs
-from fxpipe.cut import Cut, Kind, Layout, Role, Stage
+from fxpipe.cut import Cut, Layout, Role
+from fxpipe.ends import at_ends, owned
 from fxpipe.errors import ScheduleError
-from fxpipe.nest import nest
-from fxpipe.skeletons import BASES, Phase, gpipe
-from fxpipe.table import Op, Table
-from fxpipe.units import backward, forward, replicated
+from fxpipe.free import free
+from fxpipe.nest import limits_of, nest
+from fxpipe.owners import Given
+from fxpipe.pipeline import pipeline_rows
+from fxpipe.problem import Limits, Owners, Rows
+from fxpipe.skeletons import PATTERNS, Base, base, homes
+from fxpipe.table import Live, Table, live_units
 
-PLACEMENTS = ("stage", "upfront", "nested")
-AUTO = "nested/1f1b"
+PLACEMENTS = ("stage", "ends", "upfront", "transpose", "nested")
+REPLICATED = ("upfront", "transpose", "nested")
+AUTO = "auto"
 
 
 class Schedule(NamedTuple):
-    """A placement and a base, both known."""
+    """A placement and a base, both known. The base `auto` is an order that is searched for."""
 
     placement: str
     base: str
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """`nested/1f1b`, in any case; `auto` is the default. Raises ScheduleError."""
-        name = text.strip().lower()
-        placement, _, base = (AUTO if name == "auto" else name).partition("/")
-        if placement not in PLACEMENTS or base not in BASES:
-            raise ScheduleError(
-                f"schedule {text!r} is unknown; write PLACEMENT/BASE with a placement of "
-                f"{', '.join(PLACEMENTS)} and a base of {', '.join(BASES)}, or auto"
-            )
-        return Schedule(placement, base)
+        """`nested/zb-h1`, in any case; a base alone, also by torch's name, is nested; `auto` is
+        nested/auto. Raises ScheduleError."""
+        placement, slash, name = text.strip().lower().rpartition("/")
+        placement = placement if slash else "nested"
+        try:
+            known = AUTO if name == AUTO and placement == "nested" else base(name).name
+        except ScheduleError as error:
+            raise ScheduleError(f"schedule {text!r} is unknown: {_EXPECTED}; {error}") from error
+        if placement not in PLACEMENTS:
+            raise ScheduleError(f"schedule {text!r} is unknown: {_EXPECTED}")
+        return Schedule(placement, known)
+
+    def __str__(self) -> str:
+        return f"{self.placement}/{self.base}"
+
+
+_EXPECTED = (
+    f"write PLACEMENT/BASE with a placement of {', '.join(PLACEMENTS)} and a base of "
+    f"{', '.join(PATTERNS)}, or auto"
+)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a schedule asks of the cut, before there are stages.
 
-    home: the rank of the one stage of each encoder and generator region; None if replicated.
-    backbone: the rank of each backbone stage, in order.
+    home: for each encoder and generator region the rank of its one stage; None if replicated; the
+    rank of each stage where it is a pipeline of its own. backbone: the rank of each backbone stage.
     """
 
     layout: Layout
-    home: dict[str, int | None]
+    home: dict[str, int | tuple[int, ...] | None]
     backbone: tuple[int, ...]
 
 
 def layout(
-    schedule: str, ranks: int, encoders: Sequence[str] = (), generators: Sequence[str] = ()
+    schedule: str,
+    ranks: int,
+    encoders: Sequence[str] = (),
+    generators: Sequence[str] = (),
+    *,
+    chunks: int | None = None,
+    sharded: Sequence[str] = (),
 ) -> Plan:
-    """Where regions and backbone stages live: `layout("stage/1f1b", 3, ["vision"])` has vision on
-    rank 0 and a backbone of two stages on ranks 1 and 2. Raises ScheduleError."""
-    placement = Schedule.parse(schedule).placement
+    """Where regions and backbone stages live. Raises ScheduleError.
+
+    `layout("stage/1f1b", 3, ["vision"])` has vision on rank 0 and a backbone of two stages on ranks
+    1 and 2. chunks: backbone stages per rank; by default what the base needs. sharded: encoders and
+    generators that are cut into one stage for each rank.
+    """
+    placement, name = Schedule.parse(schedule)
     if ranks < 1:
         raise ScheduleError(f"a schedule for {ranks} ranks; expected at least one")
     everyone = tuple(range(ranks))
-    if placement != "stage":
-        return Plan(Layout.REPLICATED, dict.fromkeys([*encoders, *generators]), everyone)
-    first, last = (1 if encoders else 0), ranks - (1 if generators else 0)
-    home: dict[str, int | None] = dict.fromkeys(encoders, 0)
-    home |= dict.fromkeys(generators, ranks - 1)
-    return Plan(Layout.SHARDED, home, everyone[first:last] or everyone)
+    apart = [[name for name in names if name not in sharded] for names in (encoders, generators)]
+    home: dict[str, int | tuple[int, ...] | None] = dict.fromkeys(sharded, everyone)
+    if placement in REPLICATED:
+        home |= dict.fromkeys([*apart[0], *apart[1]])
+        order = _order(name, everyone, chunks)
+        return Plan(Layout.REPLICATED, home, order)
+    home |= dict.fromkeys(apart[0], 0) | dict.fromkeys(apart[1], ranks - 1)
+    between = everyone[bool(apart[0]) : ranks - bool(apart[1])]
+    inside = placement == "ends" or sharded or not between
+    return Plan(Layout.SHARDED, home, _order(name, everyone if inside else between, chunks))
+
+
+def _order(name: str, ranks: Sequence[int], chunks: int | None) -> tuple[int, ...]:
+    if name == AUTO:
+        return tuple(ranks) * (chunks or 1)
+    return tuple(ranks[at] for at in homes(base(name), len(ranks), chunks))
 
 
 def derive(
-    cut: Cut, microbatches: int, schedule: str = AUTO, *, costs: Costs | None = None
+    cut: Cut,
+    microbatches: int,
+    schedule: str = AUTO,
+    *,
+    costs: Costs | None = None,
+    owners: Given = None,
+    live: Mapping[str, int] | None = None,
+    memory: float = math.inf,
+    effort: float = 1.0,
 ) -> Table:
     """The table of a schedule, with compute ops only. Raises ScheduleError.
 
-    upfront: microbatch m is owned by rank m mod P; encoder forwards stand before the base row and
-    encoder backwards after it. A generator runs after all backbone forwards of the row; if its
-    gradient feeds the backbone, no backward can start earlier, so the base is all forwards, then
-    all backwards, whatever was asked for.
-    nested: see `nest`. costs: durations that the nested walk reckons with; uniform by default.
+    stage, ends: every stage has its rank; the base rows are all there is.
+    upfront, transpose: see `ends`; owners are round robin, or, for transpose, by slack. Where a
+    generator's gradient feeds the backbone, no backward can start earlier than the last forward,
+    so the base is all forwards, then all backwards, whatever was asked for.
+    nested: see `nest`, and, for the base `auto`, `free`; owners are free unless given.
+
+    costs: what the placement reckons with; uniform by default. owners: the name of an owner map, a
+    rank for each microbatch, or one of both for each region. live: the most units of "modality" (of
+    each replicated region) and "llm" (microbatches of a rank's share) on a rank. memory: bytes.
+    effort: how long a nested placement looks for its order; 1 is usual, about a second.
     """
-    placement, _ = Schedule.parse(schedule)
-    base = Table(cut, base_rows(cut, microbatches, schedule))
+    placement, name = asked = Schedule.parse(schedule)
+    _check(cut, microbatches, placement)
+    costs = costs or Costs.uniform(cut)
     match placement:
-        case "upfront":
-            return _upfront(base)
+        case "upfront" | "transpose":
+            owners = owners or ("round_robin" if placement == "upfront" else "slack")
+            table = Table(cut, base_rows(cut, microbatches, schedule))
+            rows = at_ends(table, microbatches, costs, owners, turn=generators_return(cut))
         case "nested":
-            return nest(base, costs or Costs.uniform(cut))
+            given = _owners(cut, microbatches, name, costs, owners)
+            limits = limits_of(live, chunks_of(cut), memory)
+            if name == AUTO:
+                rows = _free(cut, microbatches, costs, given, limits, effort)
+            else:
+                rows = nest(
+                    cut,
+                    microbatches,
+                    costs,
+                    lambda count: base_rows(cut, count, schedule),
+                    owners=given,
+                    limits=limits,
+                    effort=effort,
+                )
         case _:
-            return base
+            rows = base_rows(cut, microbatches, schedule)
+    return stated(Table(cut, rows, str(asked)))
 
 
-def base_rows(cut: Cut, microbatches: int, schedule: str = AUTO) -> tuple[tuple[Op, ...], ...]:
-    """The rows of the sharded stages alone, which `upfront` and `nested` leave undisturbed.
+def stated(table: Table) -> Table:
+    """The table with the live units that it comes to, as its claim."""
+    ranks = range(table.cut.ranks)
+    live = tuple(
+        Live(region.name, tuple(max(live_units(table, region.name, r), default=0) for r in ranks))
+        for region in table.cut.regions
+    )
+    return Table(table.cut, table.rows, table.schedule, live)
 
-    A rank is one station of the pipeline: a phase runs all its stages, in order or in reverse.
-    Where a generator sends a gradient into the pipeline, P - 1 more microbatches are in flight, so
-    that a group of P generator units is ready at once.
+
+def base_rows(cut: Cut, microbatches: int, schedule: str) -> Rows:
+    """The rows of the sharded stages alone, which every other placement leaves undisturbed.
+
+    Where a replicated generator sends gradients into the pipeline, P - 1 more microbatches are in
+    flight, so that P of its units can run at once; in `upfront` and `transpose` all are. Raises
+    ScheduleError, also for the base `auto`, whose order depends on the costs.
     """
     placement, name = Schedule.parse(schedule)
     _check(cut, microbatches, placement)
-    base, lead = BASES[name], 0
-    if _generators_return(cut):
-        base, lead = (gpipe, 0) if placement == "upfront" else (base, cut.ranks - 1)
-    stations = list(dict.fromkeys(s.rank for s in cut.stages if s.rank is not None))
-    return tuple(
-        _expand(
-            base(stations.index(rank), len(stations), microbatches, lead),
-            [stage for stage in cut.stages if stage.rank == rank],
-        )
-        if rank in stations
-        else ()
-        for rank in range(cut.ranks)
-    )
+    if name == AUTO:
+        raise ScheduleError("the base auto has no order of its own")
+    found, lead = base(name), 0
+    if generators_return(cut):
+        ends = placement in ("upfront", "transpose")
+        found, lead = (_breadth(found), 0) if ends else (found, cut.ranks - 1)
+    return pipeline_rows(cut, microbatches, found, lead)
 
 
-def _check(cut: Cut, microbatches: int, placement: str) -> None:
-    if microbatches < 1:
-        raise ScheduleError(f"{microbatches} microbatches; a step needs at least one")
-    replicated = [stage.name for stage in cut.stages if stage.rank is None]
-    if placement == "stage" and replicated:
-        raise ScheduleError(
-            f"placement stage needs a rank for every stage, and {', '.join(replicated)} has none; "
-            "lay the cut out with layout('stage/...', ...)"
-        )
-    misplaced = [name for name in replicated if cut.role(name) is Role.BACKBONE]
-    if misplaced:
-        raise ScheduleError(f"backbone stage {misplaced[0]} has no rank; only shard the backbone")
-
-
-def _generators_return(cut: Cut) -> bool:
+def generators_return(cut: Cut) -> bool:
     """Whether a replicated generator sends a gradient to a sharded stage."""
     return any(
         seam.grads
@@ -141,39 +199,51 @@ def _generators_return(cut: Cut) -> bool:
     )
 
 
-def _expand(phases: Iterable[Phase], stages: Sequence[Stage]) -> tuple[Op, ...]:
-    """Phases of a station to ops of its stages."""
-    return tuple(
-        op
-        for kind, mb in phases
-        for op in (forward(stages, mb) if kind is Kind.F else backward(stages, mb))
-    )
+def chunks_of(cut: Cut) -> int:
+    """The most stages of one sharded region on one rank."""
+    counts = Counter((stage.region, stage.rank) for stage in cut.stages if stage.rank is not None)
+    return max(counts.values(), default=1)
 
 
-def _upfront(base: Table) -> Table:
-    cut, ranks, total = base.cut, base.cut.ranks, base.microbatches
-    encoders, generators = (replicated(cut, role) for role in (Role.ENCODER, Role.GENERATOR))
-    rows = []
-    for rank, row in enumerate(base.rows):
-        owned = range(rank, total, ranks)
-        turn = _turn(row) if _generators_return(cut) else len(row)
-        rows.append(
-            (
-                *(op for mb in owned for op in forward(encoders, mb)),
-                *row[:turn],
-                *(
-                    op
-                    for mb in owned
-                    for unit in (forward, backward)
-                    for op in unit(generators, mb)
-                ),
-                *row[turn:],
-                *(op for mb in owned for op in backward(encoders, mb)),
-            )
+def _owners(cut: Cut, microbatches: int, name: str, costs: Costs, given: Given) -> Owners | None:
+    """The owners that are given, by region; slack is that of the base, or of 1F1B."""
+    if given is None:
+        return None
+    known = base("1f1b" if name == AUTO else name)
+    return owned(Table(cut, pipeline_rows(cut, microbatches, known)), microbatches, costs, given)
+
+
+def _breadth(asked: Base) -> Base:
+    return base("gpipe" if asked.chunks == 1 else "looped-bfs")
+
+
+def _free(
+    cut: Cut,
+    microbatches: int,
+    costs: Costs,
+    owners: Owners | None,
+    limits: Limits,
+    effort: float,
+) -> Rows:
+    """The best rows within limits; by default as many microbatches as 1F1B would hold."""
+    if limits == Limits():
+        ahead = 2 if generators_return(cut) else 1
+        limits = Limits(sharded=ahead * cut.ranks * chunks_of(cut))
+    found = free(cut, microbatches, costs, owners=owners, limits=limits, effort=effort)
+    if found is None:
+        raise ScheduleError(f"no order keeps to {limits}; allow more units, or more memory")
+    return found.rows
+
+
+def _check(cut: Cut, microbatches: int, placement: str) -> None:
+    if microbatches < 1:
+        raise ScheduleError(f"{microbatches} microbatches; a step needs at least one")
+    replicated = [stage.name for stage in cut.stages if stage.rank is None]
+    if placement not in REPLICATED and replicated:
+        raise ScheduleError(
+            f"placement {placement} needs a rank for every stage, and {', '.join(replicated)} has "
+            f"none; lay the cut out with layout('{placement}/...', ...)"
         )
-    return Table(cut, tuple(rows))
-
-
-def _turn(row: Sequence[Op]) -> int:
-    """Where the forwards of a row have ended."""
-    return max((at + 1 for at, op in enumerate(row) if op.kind is Kind.F), default=0)
+    misplaced = [name for name in replicated if cut.role(name) is Role.BACKBONE]
+    if misplaced:
+        raise ScheduleError(f"backbone stage {misplaced[0]} has no rank; only shard the backbone")

@@ -4,20 +4,45 @@ scheduler("nested/1f1b")            derives a table for each cut and number of m
 scheduler("ranks 2 ...")            a given table: a Table, its text, or the path of a file
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fxpipe import passes
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
 from fxpipe.errors import ScheduleError
 from fxpipe.given import Given, read
-from fxpipe.schedule import Plan, Schedule, derive, layout
+from fxpipe.owners import Given as Owners
+from fxpipe.schedule import AUTO, Plan, Schedule, derive, layout
 from fxpipe.table import Table
 
-Owners = str | Mapping[str, Sequence[int]] | Sequence[int]
+
+@dataclass(frozen=True)
+class Options:
+    """What a named schedule leaves open.
+
+    chunks: backbone stages per rank. owners: an owner map, or the rank of each microbatch; also by
+    region. sharded: encoders and generators that are cut into one stage per rank. recompute:
+    regions whose backward computes the forward again. live: the most units of "modality" and "llm"
+    on a rank. memory_budget: bytes per rank, for "auto" to keep to. costs: the seconds and bytes
+    that it reckons with; uniform by default.
+    """
+
+    chunks: int | None = None
+    owners: Owners = None
+    sharded: Sequence[str] = ()
+    recompute: Sequence[str] = ()
+    live: Mapping[str, int] | None = None
+    memory_budget: float | None = None
+    costs: Costs | None = None
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of those that are not left open."""
+        return [f.name for f in fields(self) if getattr(self, f.name) not in (None, (), [])]
 
 
 class Scheduler(Protocol):
@@ -47,37 +72,20 @@ class Scheduler(Protocol):
         ...
 
 
-def scheduler(
-    schedule: str | Path | Table,
-    chunks: int | None = None,
-    owners: Owners | None = None,
-    recompute: Sequence[str] = (),
-    memory_budget: float | None = None,
-    costs: Costs | None = None,
-) -> Scheduler:
-    """The scheduler of a schedule. Raises ScheduleError.
-
-    Only a named one has options. chunks: backbone stages per rank. owners: a rule, or the owner of
-    each microbatch. recompute: regions whose backward computes the forward again. memory_budget:
-    bytes per rank, for "auto" to keep to. costs: the seconds that it reckons with.
-    """
-    options: dict[str, object] = {
-        "chunks": chunks,
-        "owners": owners,
-        "recompute": recompute or None,
-    }
-    options |= {"memory_budget": memory_budget, "costs": costs}
-    asked = [name for name, value in options.items() if value is not None]
+def scheduler(schedule: str | Path | Table, options: Options | None = None) -> Scheduler:
+    """The scheduler of a schedule; only a named one has options. Raises ScheduleError."""
+    options = options or Options()
     if isinstance(schedule, str) and "\n" not in schedule and not Path(schedule).is_file():
-        Schedule.parse(schedule)
-        if memory_budget is not None and schedule.strip().lower() != "auto":
+        if Schedule.parse(schedule).base != AUTO and options.memory_budget is not None:
             raise ScheduleError(
                 f"memory_budget with schedule {schedule!r}, which is fixed and cannot be chosen by "
                 "its memory; use schedule='auto', or leave memory_budget out"
             )
-        return Named(schedule, chunks, owners, tuple(recompute), memory_budget, costs)
-    if asked:
-        raise ScheduleError(f"a given table decides {', '.join(asked)} itself; leave them out")
+        return Named(schedule, options)
+    if options.asked:
+        raise ScheduleError(
+            f"a given table decides {', '.join(options.asked)} itself; leave that out"
+        )
     return Given(schedule) if isinstance(schedule, Table) else read(schedule)
 
 
@@ -86,22 +94,38 @@ class Named:
     """`nested/1f1b` and its options: a table is derived for each cut."""
 
     schedule: str
-    chunks: int | None = None
-    owners: Owners | None = None
-    recompute: tuple[str, ...] = ()
-    memory_budget: float | None = None
-    costs: Costs | None = None
+    options: Options
     ranks: int | None = field(default=None, init=False)
     microbatches: int | None = field(default=None, init=False)
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The regions that compute their forward again."""
+        return tuple(self.options.recompute)
 
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
         """Where the schedule wants these regions to live."""
         named = {role: [n for n, r in roles.items() if r is role] for role in Role}
-        options: dict[str, Any] = {} if self.chunks is None else {"chunks": self.chunks}
         encoders, generators = named[Role.ENCODER], named[Role.GENERATOR]
-        return layout(self.schedule, ranks, encoders, generators, **options)
+        unknown = [name for name in self.options.sharded if name not in encoders + generators]
+        if unknown:
+            raise ScheduleError(
+                f"sharded names {unknown[0]!r}; the encoders and generators of this model are "
+                f"{', '.join(encoders + generators) or 'none'}"
+            )
+        chunks, sharded = self.options.chunks, self.options.sharded
+        return layout(self.schedule, ranks, encoders, generators, chunks=chunks, sharded=sharded)
 
     def table(self, cut: Cut, microbatches: int) -> Table:
         """The derived table."""
-        options: dict[str, Any] = {} if self.owners is None else {"owners": self.owners}
-        return passes.run(derive(cut, microbatches, self.schedule, costs=self.costs, **options))
+        budget = self.options.memory_budget
+        table = derive(
+            cut,
+            microbatches,
+            self.schedule,
+            costs=self.options.costs,
+            owners=self.options.owners,
+            live=self.options.live,
+            memory=math.inf if budget is None else budget,
+        )
+        return passes.run(table)

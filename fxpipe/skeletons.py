@@ -135,21 +135,3 @@ def _number(
         if mb < microbatches:
             kind, chunk = step
             yield kind, stages[chunk], mb
-
-
-Phase = tuple[Kind, int]
-Skeleton = Callable[[int, int, int, int], tuple[Phase, ...]]
-
-
-def _phases(name: str) -> Skeleton:
-    """The forwards and backwards of one station of a base with one stage per rank."""
-
-    def skeleton(station: int, stations: int, mbs: int, lead: int) -> tuple[Phase, ...]:
-        steps = PATTERNS[name].order(Place(station, stations, 1, mbs, lead))
-        return tuple((kind, mb) for kind, _, mb in _number(steps, (0,), mbs) if kind is not Kind.W)
-
-    return skeleton
-
-
-gpipe = _phases("gpipe")
-BASES: dict[str, Skeleton] = {"gpipe": gpipe, "1f1b": _phases("1f1b")}

@@ -49,7 +49,7 @@ class AnyOrder:
         """As given; a region that is not named is replicated."""
         others = [name for name, role in roles.items() if role is not Role.BACKBONE]
         home: dict[str, Home] = {name: self.home.get(name) for name in others}
-        return Plan(Layout.SHARDED, home, self.backbone)  # type: ignore[arg-type]
+        return Plan(Layout.SHARDED, home, self.backbone)
 
     def table(self, cut: Cut, microbatches: int) -> Table:
         """A random order, with transfers and reductions."""

@@ -11,7 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fxpipe", "passes", "backends")
 GRAPH = 4  # the level of a module that is not named here
-SCHEDULING = ("units", "bases", "skeletons", "actions", "walk", "nest", "schedule")
+SCHEDULING = (
+    "units",
+    "bases",
+    "skeletons",
+    "actions",
+    "owners",
+    "pipeline",
+    "ends",
+    "nest",
+    "free",
+)
+ENGINE = ("problem", "listing", "search", "polish", "nest", "free", "schedule")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
@@ -20,7 +31,7 @@ STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", 
 COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
-    (*COSTS, *CHECKS, "trace", *SCHEDULING, *SKETCH),
+    (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),

@@ -1,0 +1,55 @@
+"""Orders of everything at once: the best rows that are found within limits, whatever their base.
+
+Backbone, encoders and generators are listed together, so that the weight gradients of the backbone
+fill the gaps that units leave, and polished. The order is frozen in the table that comes out.
+"""
+
+from typing import NamedTuple
+
+from fxpipe.costs import Costs
+from fxpipe.cut import Cut
+from fxpipe.nest import windowed
+from fxpipe.polish import polish
+from fxpipe.problem import Limits, Owners, Problem, Rows, build
+from fxpipe.search import Found, search
+
+SEARCH, POLISH = 150_000, 200_000  # ops placed, and ops looked at
+
+
+class Freed(NamedTuple):
+    """Rows, and the seconds that they take."""
+
+    rows: Rows
+    seconds: float
+
+
+def free(
+    cut: Cut,
+    microbatches: int,
+    costs: Costs,
+    *,
+    owners: Owners | None = None,
+    limits: Limits | None = None,
+    effort: float = 1.0,
+) -> Freed | None:
+    """The best rows found; None if none keep to the limits. effort: how long to look; 1 is usual,
+    about a second."""
+
+    def problem(limits: Limits, microbatches: int) -> Problem:
+        return build(cut, microbatches, costs, owners=owners, limits=limits)
+
+    limits = windowed(cut, microbatches, problem, limits or Limits(), effort)
+    whole = problem(limits, microbatches)
+    found = search(cut, whole, effort=int(SEARCH * effort))
+    if found is None:
+        return None
+    numbers = polish(whole, _numbers(whole, found), effort=int(POLISH * effort))
+    rows = tuple(tuple(whole.ops[op] for op in row) for row in numbers)
+    return Freed(rows, found.listed.end)
+
+
+def _numbers(problem: Problem, found: Found) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in range(problem.ranks)]
+    for op in sorted(range(len(problem.ops)), key=found.listed.starts.__getitem__):
+        rows[found.listed.ranks[op]].append(op)
+    return rows
