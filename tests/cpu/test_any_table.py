@@ -8,12 +8,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import fxpipe
-from fxpipe.backends import choose
+from fxpipe.schedule import AUTO, Schedule
+from fxpipe.skeletons import base
 from tests import models
 from tests.layouts import AnyOrder, any_order, laid_out
+from tests.schedules import EVERY
 
 Flags = tuple[bool, ...]
-SCHEDULES = ("nested/1f1b", "upfront/gpipe", "stage/1f1b")
+BLOCKS = 4  # of the backbone
 
 # Every example traces a model: a failing one is not made smaller.
 few = settings(
@@ -30,7 +32,9 @@ def traced(encoders: Flags, generators: Flags, backbone: bool) -> fxpipe.Pipe:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = models.AnyRegions(encoders, generators, backbone).double()
-    return fxpipe.compile(model, model.batch(1)[0], ranks=4, backend="local")
+    return fxpipe.compile(
+        model, model.batch(1)[0], schedule="nested/1f1b", ranks=BLOCKS, backend="local"
+    )
 
 
 def shapes() -> st.SearchStrategy[tuple[Flags, Flags, bool]]:
@@ -58,28 +62,29 @@ def check(pipe: fxpipe.Pipe, microbatches: int, order: list[int] | None = None) 
 
 
 @few
-@given(shapes(), st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.randoms())
-def test_every_schedule(
+@given(shapes(), st.sampled_from(EVERY), st.integers(1, 4), st.integers(1, 8), st.randoms())
+def test_any_schedule(
     shape: tuple[Flags, Flags, bool], schedule: str, ranks: int, microbatches: int, random: Any
 ) -> None:
-    pipe = traced(*shape).reschedule(schedule, ranks)
+    name = Schedule.parse(schedule).base
+    chunks = 1 if name == AUTO else base(name).default_chunks
+    pipe = traced(*shape).reschedule(schedule, min(ranks, BLOCKS // chunks))
     order = random.sample(range(microbatches), microbatches)
     check(pipe, microbatches, order)
 
 
 @few
 @given(shapes(), st.integers(1, 3), st.integers(1, 6), st.integers(0, 99), st.randoms())
-def test_every_order(
+def test_any_order(
     shape: tuple[Flags, Flags, bool], ranks: int, microbatches: int, seed: int, random: Any
 ) -> None:
     pipe = traced(*shape)
     regions = list(pipe.regions.roles)
     others = [name for name in regions if name != "llm"]
-    backbone = (*random.sample(range(ranks), ranks), *random.choices(range(ranks), k=4 - ranks))
+    backbone = random.sample(range(ranks), ranks) + random.choices(range(ranks), k=BLOCKS - ranks)
     homes = {name: random.choice([None, *range(ranks)]) for name in others}
     recompute = tuple(name for name in regions if random.random() < 0.3)
-    laid = laid_out(pipe, AnyOrder(homes, backbone, recompute, seed=seed))
+    laid = laid_out(pipe, AnyOrder(homes, tuple(backbone), recompute, seed=seed))
     check(laid, microbatches)
     table = fxpipe.passes.run(any_order(laid.cut, microbatches, seed + 1))
     check(laid.reschedule(str(table)), microbatches)
-    assert choose("local", ranks).ranks == laid.backend.ranks

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 import fxpipe
 from tests import models
+from tests.schedules import EVERY
 
-SCHEDULES = [f"{p}/{b}" for p, b in product(("nested", "upfront", "stage"), ("1f1b", "gpipe"))]
+SCHEDULES = ("nested/1f1b", "nested/zb-h1", "upfront/1f1b", "stage/gpipe")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -44,3 +46,28 @@ def test_equals_eager(name: str, dtype: torch.dtype) -> None:
             tolerance = TOLERANCE[dtype]
             assert torch.allclose(result.loss, loss, rtol=tolerance, atol=0), (schedule, ranks)
             assert models.worst(model, reference) <= tolerance, (schedule, ranks, uneven)
+
+
+@pytest.fixture(scope="module")
+def regions() -> fxpipe.Pipe:
+    """Two encoders and two generators, of which one each is frozen, and eight backbone blocks."""
+    torch.manual_seed(0)
+    model = models.AnyRegions([True, False], [False, True], layers=8).double()
+    return fxpipe.compile(
+        model, model.batch(1)[0], schedule="nested/1f1b", ranks=4, backend="local", microbatches=6
+    )
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_every_schedule_equals_eager(regions: fxpipe.Pipe, schedule: str) -> None:
+    model: Any = regions.model
+    batch = model.batch(6)
+    model.zero_grad()
+    losses = torch.stack([model(**mb) for mb in batch])
+    losses.mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    result = regions.reschedule(schedule, 4).step(batch)
+    torch.testing.assert_close(result.losses, losses.detach(), rtol=1e-12, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-11, atol=1e-14)

@@ -3,6 +3,7 @@
 Each process traces the model once; the first one then runs it in one process as well.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,16 +14,19 @@ import torch
 import fxpipe
 from tests import models
 from tests.dist.test_gloo import processes
+from tests.schedules import EVERY
 
-SCHEDULES = [f"{p}/{b}" for p, b in product(("nested", "upfront", "stage"), ("1f1b", "gpipe"))]
-RUNS = list(product((False, True), SCHEDULES))
-Results = dict[tuple[bool, str], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+SCHEDULES = ("nested/1f1b", "nested/zb-h1", "upfront/1f1b", "stage/gpipe")
+Run = tuple[bool, str]  # whether microbatches are uneven, and the schedule
+Results = dict[Run, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def _run(pipe: fxpipe.Pipe, case: models.Case, backend: str, dtype: torch.dtype) -> Results:
-    """(uneven, schedule) -> loss, losses, gradients of this process's ranks."""
+def _run(
+    pipe: fxpipe.Pipe, case: models.Case, backend: str, dtype: torch.dtype, runs: Sequence[Run]
+) -> Results:
+    """For each run the loss, the losses, and the gradients of this process's ranks."""
     found: Results = {}
-    for uneven, schedule in RUNS:
+    for uneven, schedule in runs:
         pipe = pipe.reschedule(schedule, pipe.backend.ranks, backend)
         pipe.model.zero_grad()
         result = pipe.step(case.batch(uneven, dtype))
@@ -31,13 +35,23 @@ def _run(pipe: fxpipe.Pipe, case: models.Case, backend: str, dtype: torch.dtype)
     return found
 
 
-def _process(rank: int, ranks: int, name: str, dtype: torch.dtype) -> list[Results]:
+def _process(
+    rank: int, ranks: int, name: str, dtype: torch.dtype, runs: Sequence[Run]
+) -> list[Results]:
     case = models.CASES[name]
     pipe = fxpipe.compile(
-        case.build(dtype), case.batch(False, dtype)[0], backend="gloo", loss_fn=case.loss_fn
+        case.build(dtype),
+        case.batch(False, dtype)[0],
+        schedule=runs[0][1],
+        backend="gloo",
+        loss_fn=case.loss_fn,
     )
-    found = [_run(pipe, case, "gloo", dtype)]
-    return found if rank else [*found, _run(pipe, case, "local", dtype)]
+    found = [_run(pipe, case, "gloo", dtype, runs)]
+    return found if rank else [*found, _run(pipe, case, "local", dtype, runs)]
+
+
+def test_every_schedule_has_the_bits_of_local(tmp_path: Path) -> None:
+    _check("three", 2, torch.float64, [(False, schedule) for schedule in EVERY], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +68,13 @@ def _process(rank: int, ranks: int, name: str, dtype: torch.dtype) -> list[Resul
 def test_gloo_has_the_bits_of_local(
     name: str, ranks: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    _check(name, ranks, dtype, list(product((False, True), SCHEDULES)), tmp_path)
+
+
+def _check(name: str, ranks: int, dtype: torch.dtype, runs: list[Run], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     case = models.CASES[name]
-    found = processes(partial(_process, name=name, dtype=dtype), ranks, tmp_path)
+    found = processes(partial(_process, name=name, dtype=dtype, runs=runs), ranks, tmp_path)
     local = found[0].pop()
     reference = case.build(dtype)
     for (uneven, schedule), (loss, losses, grads) in local.items():
