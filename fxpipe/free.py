@@ -9,8 +9,9 @@ from typing import NamedTuple
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.nest import windowed
+from fxpipe.numbering import build
 from fxpipe.polish import polish
-from fxpipe.problem import Limits, Owners, Problem, Rows, build
+from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
 SEARCH, POLISH = 150_000, 200_000  # ops placed, and ops looked at

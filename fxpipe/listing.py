@@ -89,12 +89,12 @@ class _State:
 
     def choose(self, rank: int) -> None:
         """Find the op that a rank would run next, and its key: start plus urgency."""
-        opens, needs = self.problem.opens, self.problem.needs
+        opens, weight, needs = self.problem.opens, self.problem.weight, self.problem.needs
         ready, urgency, room = self.ready, self.urgency, self.room
         free, space = self.free[rank], self.space[rank]
         best, chosen = math.inf, (0, 0.0)
         for op in self.open[rank] + self.front:
-            if room[opens[op]][rank] <= 0 or needs[op] > space:
+            if room[opens[op]][rank] < weight[op] or needs[op] > space:
                 continue
             start = ready[op]
             if start < free:
@@ -109,7 +109,7 @@ class _State:
         problem = self.problem
         end = start + problem.seconds[op]
         self.starts[op], self.ranks[op], self.free[rank] = start, rank, end
-        self.room[problem.opens[op]][rank] -= 1
+        self.room[problem.opens[op]][rank] -= problem.weight[op]
         self.room[problem.closes[op]][rank] += 1
         self.space[rank] -= problem.takes[op]
         queue, unit = problem.queue[op], problem.unit[op]

@@ -12,7 +12,8 @@ from dataclasses import replace
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.errors import ScheduleError
-from fxpipe.problem import Limits, Owners, Problem, Rows, build
+from fxpipe.numbering import build
+from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
 _EFFORT = 60_000

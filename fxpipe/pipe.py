@@ -81,9 +81,8 @@ def compile(
     or a Table, its text or its file. ranks, mesh, backend: where it runs; by default as
     torch.distributed was started, and in this process alone where it was not. regions: region ->
     names of modules, instead of what is found. loss_fn: model output -> scalar loss. engine: "aten"
-    runs the graphs, "inductor" compiles them. The others: see `fxpipe.scheduler.Options`.
-
-    Raises CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
+    runs the graphs, "inductor" compiles them. The others: see `fxpipe.scheduler.Options`. Raises
+    CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
     """
     check_engine(engine)
     options = Options(chunks, owners, sharded, recompute, live, memory_budget, costs)

@@ -13,7 +13,8 @@ from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Stage
 from fxpipe.errors import ScheduleError
 from fxpipe.listing import listing
-from fxpipe.problem import Limits, Rows, build
+from fxpipe.numbering import build
+from fxpipe.problem import Limits, Rows
 from fxpipe.skeletons import Base, pattern_rows
 from fxpipe.table import Op
 from fxpipe.units import backward, forward

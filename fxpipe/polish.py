@@ -119,7 +119,7 @@ class _State:
         space = problem.memory
         for op in row:
             kind = problem.opens[op]
-            room[kind] -= 1
+            room[kind] -= problem.weight[op]
             if room[kind] < 0 or problem.needs[op] > space:
                 return False
             space -= problem.takes[op]

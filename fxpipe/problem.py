@@ -6,13 +6,12 @@ rank, the one that closes it gives it back: that is what bounds activations.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Stage
-from fxpipe.table import Op, Table, inputs
+from fxpipe.table import Op
 
 ANY = -1  # an op without a home, a unit or a class
 Rows = tuple[tuple[Op, ...], ...]
@@ -27,7 +26,9 @@ class Problem:
     ops. seconds: of the op; delay: of a transfer of its value. queues: lists of ops that run in
     this order, those of a queue on one rank. pools: lists of the first ops of units without a home.
     opens, closes: the class of which the op takes or returns room; room: of each class on each
-    rank. size: bytes taken with it; memory: bytes of each rank.
+    rank. An op that closes returns one unit; one that opens takes `weight`: where a rank has
+    several stages of a region, the first one takes room for all of them, or none might be left for
+    the later ones. size: bytes taken with it; memory: bytes of each rank.
     """
 
     ranks: int
@@ -43,6 +44,7 @@ class Problem:
     pools: list[list[int]]
     opens: list[int]
     closes: list[int]
+    weight: list[int]
     room: list[list[float]]
     size: list[float]
     memory: float = math.inf
@@ -98,7 +100,7 @@ class Problem:
             reads=self.read_by,
             read_by=self.reads,
             queues=[queue[::-1] for queue in self.queues],
-            pools=_pools([unit[::-1] for unit in self.units[::-1]], self.ops, self.home),
+            pools=pools([unit[::-1] for unit in self.units[::-1]], self.ops, self.home),
             opens=self.closes,
             closes=self.opens,
         )
@@ -145,61 +147,6 @@ class Limits:
         return self.sharded
 
 
-def build(
-    cut: Cut,
-    microbatches: int,
-    costs: Costs,
-    *,
-    base: Rows | None = None,
-    owners: Owners | None = None,
-    limits: Limits | None = None,
-    stages: Callable[[Stage], bool] = lambda _: True,
-) -> Problem:
-    """The problem of scheduling a cut.
-
-    base: rows of the sharded stages, in an order that is kept. owners: of regions whose owners are
-    given. stages: which stages take part.
-    """
-    numbers = _Numbers(cut, microbatches, [stage for stage in cut.stages if stages(stage)])
-    home = [numbers.home(op, owners or {}) for op in numbers.ops]
-    unit, units = numbers.units()
-    reads = numbers.reads()
-    read_by: list[list[int]] = [[] for _ in reads]
-    for op, values in enumerate(reads):
-        for value in values:
-            read_by[value].append(op)
-    classes, room = (limits or Limits()).classes(cut)
-    first, last = _ends(cut)
-    return Problem(
-        ranks=cut.ranks,
-        ops=numbers.ops,
-        home=home,
-        unit=unit,
-        units=units,
-        reads=reads,
-        read_by=read_by,
-        seconds=[costs.compute(op) for op in numbers.ops],
-        delay=[costs.transfer(op) for op in numbers.ops],
-        queues=numbers.queues(home, base),
-        pools=_pools(units, numbers.ops, home),
-        opens=[classes[op.stage] if first.get(op[:2]) else ANY for op in numbers.ops],
-        closes=[classes[op.stage] if last.get(op[:2]) else ANY for op in numbers.ops],
-        room=room,
-        size=numbers.sizes(costs),
-        memory=(limits or Limits()).memory,
-    )
-
-
-def _ends(cut: Cut) -> tuple[dict[tuple[str, Kind], bool], dict[tuple[str, Kind], bool]]:
-    """The kinds of op that open and close a unit: where nothing is kept, none."""
-    first, last = {}, {}
-    for stage in cut.stages:
-        if len(stage.kinds) > 1 and cut.keeps(stage.name):
-            first[stage.name, Kind.F] = True
-            last[stage.name, stage.kinds[-1]] = True
-    return first, last
-
-
 def _numbers_of(lists: Sequence[Sequence[int]], count: int) -> list[int]:
     found = [ANY] * count
     for number, members in enumerate(lists):
@@ -208,7 +155,7 @@ def _numbers_of(lists: Sequence[Sequence[int]], count: int) -> list[int]:
     return found
 
 
-def _pools(
+def pools(
     units: Sequence[Sequence[int]], ops: Sequence[Op], home: Sequence[int]
 ) -> list[list[int]]:
     """The first ops of units without a home, by stage and kind, in the order of the units."""
@@ -218,80 +165,3 @@ def _pools(
             op = ops[unit[0]]
             pools.setdefault((op.stage, op.kind), []).append(unit[0])
     return list(pools.values())
-
-
-class _Numbers:
-    """The ops of some stages, numbered microbatch by microbatch within each stage and kind."""
-
-    def __init__(self, cut: Cut, microbatches: int, stages: Sequence[Stage]) -> None:
-        self.cut, self.count, self.stages = cut, microbatches, stages
-        self.first: dict[tuple[str, Kind], int] = {}
-        self.ops: list[Op] = []
-        for stage in stages:
-            for kind in stage.kinds:
-                self.first[stage.name, kind] = len(self.ops)
-                self.ops += [Op(stage.name, kind, mb) for mb in range(microbatches)]
-
-    def home(self, op: Op, owners: Owners) -> int:
-        stage = self.cut.stage[op.stage]
-        if stage.rank is not None:
-            return stage.rank
-        return owners[stage.region][op.mb or 0] if stage.region in owners else ANY
-
-    def units(self) -> tuple[list[int], list[list[int]]]:
-        """For each op its unit, and for each unit its ops; only replicated stages have units."""
-        unit = [ANY] * len(self.ops)
-        units: list[list[int]] = []
-        for stage in self.stages:
-            if stage.rank is not None:
-                continue
-            for mb in range(self.count):
-                members = [self.first[stage.name, kind] + mb for kind in stage.kinds]
-                for op in members:
-                    unit[op] = len(units)
-                units.append(members)
-        return unit, units
-
-    def reads(self) -> list[list[int]]:
-        reads: list[list[int]] = []
-        for name, kind in self.first:
-            values = (value[:2] for value in inputs(Op(name, kind, 0), self.cut))
-            firsts = [self.first[value] for value in values if value in self.first]
-            reads += [[first + mb for first in firsts] for mb in range(self.count)]
-        return reads
-
-    def queues(self, home: Sequence[int], base: Rows | None) -> list[list[int]]:
-        """Base rows, or each stage's kinds by themselves; those of owned units apart by rank."""
-        if base is not None:
-            queues = [[self.first[op.stage, op.kind] + (op.mb or 0) for op in row] for row in base]
-        else:
-            queues = list(self._by_kind(sharded=True))
-        for queue in self._by_kind(sharded=False):
-            for rank in range(self.cut.ranks):
-                queues.append([op for op in queue if home[op] == rank])
-        return [queue for queue in queues if queue]
-
-    def _by_kind(self, sharded: bool) -> Iterator[list[int]]:
-        for stage in self.stages:
-            if (stage.rank is not None) is sharded:
-                for kind in stage.kinds:
-                    first = self.first[stage.name, kind]
-                    yield list(range(first, first + self.count))
-
-    def sizes(self, costs: Costs) -> list[float]:
-        """Bytes that each unit keeps, on the op that opens it and on the one that closes it."""
-        sizes = [0.0] * len(self.ops)
-        if not costs.kept:
-            return sizes
-        for stage in self.stages:
-            for mb in range(self.count):
-                kept = max(costs.keeps(Op(stage.name, kind, mb)) for kind in stage.kinds)
-                for kind in (stage.kinds[0], stage.kinds[-1]):
-                    sizes[self.first[stage.name, kind] + mb] = kept
-        return sizes
-
-
-def numbered(problem: Problem, table: Table) -> list[list[int]]:
-    """The rows of a table's compute ops, as numbers of a problem's ops."""
-    number = {op: index for index, op in enumerate(problem.ops)}
-    return [[number[op] for op in row] for row in table.compute]

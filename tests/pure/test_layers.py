@@ -22,7 +22,7 @@ SCHEDULING = (
     "nest",
     "free",
 )
-ENGINE = ("problem", "listing", "search", "polish", "nest", "free", "schedule")
+ENGINE = ("problem", "numbering", "listing", "search", "polish", "nest", "free", "schedule")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
