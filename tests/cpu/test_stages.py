@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.cut import Layout
-from fxpipe.errors import RegionError, StageError
-from fxpipe.table import Table
+from fxpipe.costs import Costs
+from fxpipe.cut import Kind, Layout
+from fxpipe.errors import RegionError, ScheduleError, StageError
+from fxpipe.table import Op, Table
 from tests import models
 from tests.layouts import AnyOrder, Home, laid_out
 
@@ -76,11 +77,33 @@ def test_a_cut_encoder_is_balanced_and_has_its_own_stages(pipe: fxpipe.Pipe) -> 
     assert ("vision0", "generator0") in cut.shared
 
 
+def test_options_reach_the_schedule(pipe: fxpipe.Pipe, reference: torch.nn.Module) -> None:
+    owners = (1, 0, 0, 1, 1)
+    found = pipe.reschedule("nested/interleaved", 2, chunks=2, owners=owners, live={"modality": 3})
+    pipe.model.zero_grad()
+    found.step(BATCH)
+    assert models.worst(pipe.model, reference) < 1e-12
+    assert [s.rank for s in found.cut.stages if s.region == "llm"] == [0, 1, 0, 1]
+    assert tuple(found.table.place[Op("vision", Kind.F, mb)] for mb in range(5)) == owners
+    assert max(max(live.units) for live in found.table.live if live.region != "llm") <= 3
+    cut = pipe.reschedule("ends/interleaved", 2, sharded=("vision",)).cut
+    assert [s.rank for s in cut.stages] == [0, 1, 0, 1, 0, 1, 1]
+    costs = Costs.uniform(cut, {"llm0": 3.0})
+    assert pipe.reschedule("nested/1f1b", 2, costs=costs).table.cut.ranks == 2
+
+
 def test_more_stages_than_blocks_are_refused(pipe: fxpipe.Pipe) -> None:
     with pytest.raises(StageError, match=r"3 stages were asked of region vision, .* has 2 blocks"):
         laid_out(pipe, AnyOrder({"vision": (0, 1, 1)}, (0, 1)))
+    with pytest.raises(StageError, match=r"6 stages were asked of region llm, .* has 4 blocks"):
+        pipe.reschedule("nested/interleaved", 2, chunks=3)
 
 
 def test_recompute_of_no_region_is_refused(pipe: fxpipe.Pipe) -> None:
     with pytest.raises(RegionError, match=r"recompute names 'lm'; .* vision, llm, generator"):
         pipe.reschedule("nested/1f1b", recompute=("lm",))
+
+
+def test_only_encoders_and_generators_are_sharded(pipe: fxpipe.Pipe) -> None:
+    with pytest.raises(ScheduleError, match=r"sharded names 'llm'; .* are vision, generator"):
+        pipe.reschedule("nested/1f1b", sharded=("llm",))
