@@ -1,0 +1,140 @@
+"""Nested schedules against the baselines and the bound, over sizes of encoder and generator.
+
+    python -m benchmarks.sweep [--quick] [--csv FILE] [--plots FOLDER] [--jobs 2] [--effort 1]
+    python -m benchmarks.sweep --seeds 50      encoder costs drawn for each microbatch
+
+P in {2, 4, 8, 16} ranks, M in {2, 4, 8} P microbatches, an encoder of {1/4 ... 4} forwards of one
+backbone stage and a generator of {0, 1/2 ... 4}; see `benchmarks/sweeping.py` for what one case is.
+Every schedule runs in the simulator. Exit code 1 when a bar is missed; it says which cases miss it.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.sweep_bars import Groups, bars, bases, gain, grouped
+from benchmarks.sweeping import Case, Look, Measured, measure
+
+RANKS, TIMES = (2, 4, 8, 16), (2, 4, 8)
+ENCODERS, GENERATORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.0, 0.5, 1.0, 2.0, 4.0)
+DRAWN = ((0.5, 0.0), (2.0, 0.0), (1.0, 1.0))  # encoder and generator where costs are drawn
+_DRAWN_BASES = ("1f1b", "zb-h1", "zb-v")
+
+
+def main() -> int:
+    """The command line."""
+    given = _options()
+    cases = sorted(drawn(given) if given.seeds else fixed(given), reverse=True)
+    names = tuple(given.bases.split(",")) if given.bases else None
+    look = Look(effort=given.effort, enough=0.01 if given.seeds else 0.002)
+    if names or given.seeds:
+        look = Look(names or _DRAWN_BASES, look.effort, look.enough)
+    begun = time.perf_counter()
+    groups = grouped(_run(cases, look, given.jobs))
+    print(f"{len(cases)} cases in {time.perf_counter() - begun:.0f} s\n")
+    print(table(groups))
+    found = list(bars(groups))
+    print("\n".join(["", *(bar.text() for bar in found)]))
+    if given.csv:
+        _write(given.csv, groups)
+    if given.plots:
+        from benchmarks.sweep_plots import plot  # needs matplotlib
+
+        plot(groups, Path(given.plots))
+    return int(any(bar.missed for bar in found))
+
+
+def fixed(given: argparse.Namespace) -> Iterator[Case]:
+    """The cases with the same costs for all microbatches."""
+    ranks = tuple(map(int, given.ranks.split(","))) if given.ranks else RANKS
+    if not given.quick:
+        return (Case(*one) for one in product(ranks, TIMES, ENCODERS, GENERATORS))
+    return (Case(*one) for one in product((2, 4), (4, 8), (0.5, 2.0), (0.0, 1.0)))
+
+
+def drawn(given: argparse.Namespace) -> Iterator[Case]:
+    """The cases with costs that are drawn."""
+    ranks = tuple(map(int, given.ranks.split(","))) if given.ranks else (4, 8)
+    for P, times, size, seed in product(ranks, (4, 8), DRAWN, range(given.seeds)):
+        yield Case(P, times, *size, seed)
+
+
+def table(groups: Groups) -> str:
+    """The cases of one P and M in a row, as markdown: medians over cases and bases, and worsts."""
+    lines = [
+        "| P | M | upfront / nested | transpose / nested | stage / nested | ends / nested "
+        "| at the caps | without caps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for P, times in sorted({(case.ranks, case.times) for case in groups}):
+        at = [ones for case, ones in groups.items() if (case.ranks, case.times) == (P, times)]
+        cells = [str(P), f"{times} P"]
+        for over in ("upfront", "transpose", "stage", "ends"):
+            gains = [gain(ones, over, base) for ones in at for base in bases(groups)]
+            cells.append(f"{min(gains):.2f}, {median(gains):.2f}, {max(gains):.2f}")
+        for capped in (True, False):
+            cells.append(_distances(at, capped=capped) if times >= 4 else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _distances(groups: Iterable[Sequence[Measured]], *, capped: bool) -> str:
+    far = [
+        median(one.distance(one.at_caps if capped else one.at_large) for one in ones)
+        for ones in groups
+    ]
+    return f"{median(far):.1%}, {max(far):.1%}"
+
+
+def _run(cases: Sequence[Case], look: Look, jobs: int) -> Iterator[Measured]:
+    """The measured cases, in several processes; the number of those done on stderr."""
+    with ProcessPoolExecutor(jobs) as pool:
+        for at, one in enumerate(pool.map(partial(measure, look=look), cases), 1):
+            print(f"\r{at} of {len(cases)}", end="", file=sys.stderr, flush=True)
+            yield one
+    print(file=sys.stderr)
+
+
+def _write(path: str, groups: Groups) -> None:
+    """A row for each case, and seed."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        names = ("upfront", "transpose", "stage", "nested")
+        runs = [f"{name}/{base}" for base in bases(groups) for name in names]
+        best = ("at_caps", "seconds", "without_caps", "seconds")
+        writer.writerow(("P", "M", "encoder", "generator", "seed", "bound", *runs, *best))
+        for one in (one for ones in groups.values() for one in ones):
+            case = one.case
+            row: list[object] = [case.ranks, case.microbatches, case.encoder, case.generator]
+            row += [case.seed, f"{one.bound:.6g}"]
+            row += [f"{one.runs[name].seconds:.6g}" for name in runs]
+            for name in (one.at_caps, one.at_large):
+                row += [name, name and f"{one.runs[name].seconds:.6g}"]
+            writer.writerow(row)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few cases, in under a minute")
+    parser.add_argument("--seeds", type=int, default=0, help="draw encoder costs so often")
+    parser.add_argument("--ranks", help="as in 2,4")
+    parser.add_argument("--bases", help="as in 1f1b,zb-h1; by default all")
+    parser.add_argument("--effort", type=float, default=1.0, help="of each search")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--csv", metavar="FILE", help="write every case")
+    parser.add_argument("--plots", metavar="FOLDER", help="write plots; needs matplotlib")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
