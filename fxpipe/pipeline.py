@@ -1,13 +1,12 @@
 """The rows of the sharded stages of a cut under a base schedule, whatever the cut looks like.
 
-Stages that follow one another on a rank are one station. Where the stations lie as the base wants
-them (a loop round the ranks, or there and back), its own order is taken. Where they do not (an
-encoder on a rank of its own, before a backbone of several stages per rank), rows are listed by the
-base's idea: what goes first, and how many microbatches a station holds.
+Stages of different regions that follow one another on a rank are one station. Where the stations
+lie as the base wants them (a loop round the ranks, or there and back), its own order is taken.
+Where they do not (an encoder on a rank of its own, before a backbone of several stages per rank),
+rows are listed by the base's idea: what goes first, and how many microbatches a station holds.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Stage
@@ -39,9 +38,17 @@ def pipeline_rows(cut: Cut, microbatches: int, base: Base, lead: int = 0) -> Row
 
 
 def stations_of(cut: Cut) -> list[list[Stage]]:
-    """Runs of sharded stages that follow one another on one rank."""
-    sharded = [stage for stage in cut.stages if stage.rank is not None]
-    return [list(run) for _, run in groupby(sharded, key=lambda stage: stage.rank)]
+    """Runs of sharded stages that follow one another on one rank, of each region one stage: where
+    a pipeline turns back, in a v, its rank has two stations."""
+    stations: list[list[Stage]] = []
+    for stage in cut.stages:
+        run = stations[-1] if stations else []
+        regions = [other.region for other in run if other.rank == stage.rank]
+        if stage.rank is not None and regions and stage.region not in regions:
+            run.append(stage)
+        elif stage.rank is not None:
+            stations.append([stage])
+    return stations
 
 
 def _expand(
