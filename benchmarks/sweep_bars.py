@@ -95,7 +95,14 @@ def _median_gain(groups: Groups) -> Value:
     """Over all cases and bases; `where` has that of each base."""
     by = {base: [gain(ones, "upfront", base) for ones in groups.values()] for base in bases(groups)}
     where = ", ".join(f"{base} {median(gains):.3f}" for base, gains in by.items())
-    return Value(1 / median(x for gains in by.values() for x in gains), where)
+    most = median(
+        one.runs[f"upfront/{base}"].seconds / one.bound
+        for ones in groups.values()
+        for one in ones
+        for base in by
+    )
+    gained = median(x for gains in by.values() for x in gains)
+    return Value(1 / gained, f"{gained:.3f} of {most:.3f} down to the bound; {where}")
 
 
 def _most_gain(groups: Groups) -> Value:

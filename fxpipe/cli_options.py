@@ -61,5 +61,15 @@ Keep = Annotated[
     ),
 ]
 Memory = Annotated[float | None, typer.Option(min=0, help="Bytes per rank for auto.")]
+Recompute = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A region whose backward computes the forward again; auto may add more. Repeatable.",
+    ),
+]
+Effort = Annotated[
+    float, typer.Option(min=0.0, help="How long to look for a schedule; 1 is a second or two.")
+]
 Check = Annotated[bool, typer.Option("--check", help="Verify and simulate the table in FILE.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

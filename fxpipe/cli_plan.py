@@ -33,6 +33,8 @@ def plan(
     byte: options.Bytes = None,
     keep: options.Keep = None,
     memory: options.Memory = None,
+    recompute: options.Recompute = None,
+    effort: options.Effort = 1.0,
     check: options.Check = False,
     as_json: options.Json = False,
 ) -> None:
@@ -45,7 +47,20 @@ def plan(
     limits = {"modality": modality_live, "llm": llm_live}
     live = {name: units for name, units in limits.items() if units is not None}
     sharded, owned = tuple(shard or ()), _owners(owners)
-    ask = Ask(sketches, ranks, microbatches, schedule, chunks, sharded, rates, owned, live, memory)
+    ask = Ask(
+        sketches,
+        ranks,
+        microbatches,
+        schedule,
+        chunks,
+        sharded,
+        rates,
+        owned,
+        live,
+        memory,
+        tuple(recompute or ()),
+        effort,
+    )
     _run(file, ask, check=check, as_json=as_json)
 
 
@@ -115,11 +130,7 @@ def _show(found: Forecast, *, as_json: bool) -> None:
     if found.schedule:
         words.insert(0, f"schedule {found.schedule}")
     if found.front:
-        words += [
-            "",
-            "seconds against bytes, the choice marked",
-            front(found.front, found.schedule),
-        ]
+        words += ["", front(found.front)]
     console.print("\n".join(words), markup=False, soft_wrap=True)
 
 
@@ -140,7 +151,8 @@ def _record(found: Forecast) -> dict[str, Any]:
         "spill": seen.spill,
         "rows": str(found.table),
     }
-    return record | ({"front": found.front} if found.front else {})
+    front = [point._asdict() for point in found.front]
+    return record | ({"front": front} if front else {})
 
 
 def _json(record: dict[str, Any]) -> str:

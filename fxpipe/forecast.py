@@ -6,10 +6,11 @@ checked(ask, text)         of a table that someone else has made, if it keeps ev
 replayed(ask, text)        of torch's CSV of actions, for a sketch
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fxpipe import passes
 from fxpipe.actions import read_actions
@@ -17,13 +18,15 @@ from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.figures import Figures, figures
+from fxpipe.front import Point
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
+from fxpipe.planner import Option, plan
 from fxpipe.rates import Rates, rate
-from fxpipe.schedule import AUTO, derive, layout
+from fxpipe.schedule import AUTO, chunks_of, derive, layout
 from fxpipe.simulate import simulate
 from fxpipe.sketch import Homes, Sketch, sketch
-from fxpipe.table import Op, Table
+from fxpipe.table import Table
 from fxpipe.timeline import Timeline
 from fxpipe.verify import verify
 
@@ -37,7 +40,8 @@ class Ask:
     ranks: needed for a sketch. chunks: backbone stages per rank, by default what the base wants.
     sharded: encoders and generators that are cut into one stage per rank. owners: the name of an
     owner map, or the rank of each microbatch. live: the most units of "modality" and "llm" that a
-    rank may hold. memory: bytes that `auto` may use.
+    rank may hold. memory: bytes that `auto` may use. recompute: regions that compute their forward
+    again in the backward; `auto` may choose more. effort: how long a schedule is looked for.
     """
 
     sketches: tuple[Sketch, ...] = ()
@@ -50,6 +54,8 @@ class Ask:
     owners: Owners | None = None
     live: dict[str, int] = field(default_factory=dict)
     memory: float | None = None
+    recompute: tuple[str, ...] = ()
+    effort: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Forecast:
     costs: Costs
     timeline: Timeline
     schedule: str
-    front: tuple[dict[str, Any], ...] = ()
+    front: tuple[Point, ...] = ()
 
     @property
     def figures(self) -> Figures:
@@ -70,18 +76,16 @@ class Forecast:
 
 class _Choice(NamedTuple):
     table: Table
+    costs: Costs
     schedule: str
-    front: tuple[dict[str, Any], ...] = ()
+    front: tuple[Point, ...] = ()
 
 
 def forecast(ask: Ask, cut: Cut | None = None) -> Forecast:
     """The forecast of a schedule for a cut, or for the sketch. Raises FxpipeError."""
-    cut = sketched(ask) if cut is None else cut
-    _check_owners(ask, cut.ranks)
-    costs = costs_of(ask, cut)
-    choice = _chosen(ask, cut, costs)
+    choice = _chosen(ask, cut)
     _check_placed(choice, ask.microbatches)
-    table = _finished(choice.table, costs)
+    table, costs = _finished(choice.table, choice.costs), choice.costs
     return Forecast(table, costs, simulate(table, costs), choice.schedule, choice.front)
 
 
@@ -124,58 +128,87 @@ def sketched(ask: Ask) -> Cut:
     )
     for name in ask.sharded:
         _check_sharded(name, ask.sketches)
-    plan = layout(
+    for name in ask.recompute:
+        _check_recompute(name, ask.sketches)
+    where = layout(
         ask.schedule, ask.ranks, encoders, generators, chunks=ask.chunks, sharded=ask.sharded
     )
     placed = {
         name: home if isinstance(home, tuple) else (home,)
-        for name, home in plan.home.items()
+        for name, home in where.home.items()
         if home is not None
     }
-    placed |= {x.name: plan.backbone for x in ask.sketches if x.role is Role.BACKBONE}
-    return sketch(ask.sketches, Homes(ask.ranks, placed))
+    placed |= {x.name: where.backbone for x in ask.sketches if x.role is Role.BACKBONE}
+    cut = sketch(ask.sketches, Homes(ask.ranks, placed))
+    regions = [replace(region, recompute=region.name in ask.recompute) for region in cut.regions]
+    return replace(cut, regions=tuple(regions))
 
 
 def costs_of(ask: Ask, cut: Cut) -> Costs:
     """The sketch's costs of a cut; without one every op takes a second, and W two without B."""
     if not ask.sketches:
         return _linked(ask, Costs.uniform(cut))
-    return rate(cut, ask.sketches, ask.rates, ask.microbatches)
+    return rate(cut, ask.sketches, ask.rates, ask.microbatches).recomputed(cut)
 
 
 def _linked(ask: Ask, costs: Costs) -> Costs:
     return replace(costs, latency=ask.rates.latency, bandwidth=ask.rates.bandwidth)
 
 
-def _chosen(ask: Ask, cut: Cut, costs: Costs) -> _Choice:
+def _chosen(ask: Ask, cut: Cut | None) -> _Choice:
     """The compute ops of the schedule asked for; `auto` looks for it."""
-    if ask.schedule.strip().lower() == "auto":
-        return _Choice(_derived(ask, cut, costs, AUTO), AUTO)
-    return _Choice(_derived(ask, cut, costs, ask.schedule), ask.schedule)
+    if ask.schedule.strip().lower() == AUTO:
+        return _planned(ask, cut)
+    if ask.memory is not None:
+        raise OptionError(
+            f"--memory is for --schedule auto; {ask.schedule} takes what it takes: see its bytes"
+        )
+    cut = sketched(ask) if cut is None else cut
+    _check_owners(ask, cut.ranks)
+    costs = costs_of(ask, cut)
+    table = derive(
+        cut,
+        ask.microbatches,
+        ask.schedule,
+        costs=costs,
+        owners=ask.owners,
+        live=ask.live,
+        effort=ask.effort,
+    )
+    return _Choice(table, costs, ask.schedule)
 
 
-def _derived(ask: Ask, cut: Cut, costs: Costs, schedule: str) -> Table:
-    options: dict[str, Any] = {}
-    if ask.owners is not None:
-        options["owners"] = ask.owners
-    if ask.live:
-        options["live"] = ask.live
-    return derive(cut, ask.microbatches, schedule, costs=costs, **options)
+def _planned(ask: Ask, given: Cut | None) -> _Choice:
+    """The planner's choice among what the regions, or a given cut, can be laid out for."""
+    _check_owners(ask, (ask.ranks or 0) if given is None else given.ranks)
+    if ask.memory is not None and not ask.rates.kept:
+        raise OptionError("--memory needs to know what is kept; say it with --keep, as in llm=2e9")
+    chunks: tuple[int, ...] = (1, 2)
+    if given is not None:
+        chunks = (chunks_of(given),)
+    elif ask.chunks is not None or ask.live:
+        chunks = (ask.chunks or 1,)
+
+    def lay(schedule: str, count: int) -> Option:
+        asked = replace(ask, schedule=schedule, chunks=count)
+        cut = sketched(asked) if given is None else given
+        return Option(cut, costs_of(ask, cut))
+
+    planned = plan(
+        lay,
+        ask.microbatches,
+        chunks=chunks,
+        owners=ask.owners,
+        live=ask.live,
+        memory=math.inf if ask.memory is None else ask.memory,
+        effort=ask.effort,
+    )
+    return _Choice(planned.table, planned.costs, planned.chosen.schedule, planned.front)
 
 
 def _finished(table: Table, costs: Costs) -> Table:
-    """With transfers and reductions; an op of no time is given some, so that ops have an order."""
-    longest = max(map(costs.compute, table.place), default=0.0)
-    least = longest * 1e-9 or 1.0
-    seconds = {
-        (stage.name, kind): tuple(
-            max(least, costs.compute(Op(stage.name, kind, mb))) for mb in range(table.microbatches)
-        )
-        for stage in table.cut.stages
-        for kind in stage.kinds
-    }
-    timed = replace(costs, seconds=seconds)
-    return passes.run(table, (partial(communicate, costs=timed), reduce))
+    """With transfers and reductions."""
+    return passes.run(table, (partial(communicate, costs=costs), reduce))
 
 
 def _check_placed(choice: _Choice, microbatches: int) -> None:
@@ -193,6 +226,15 @@ def _check_sharded(name: str, sketches: Sequence[Sketch]) -> None:
         can = ", ".join(x for x, role in roles.items() if role is not Role.BACKBONE) or "none"
         why = "is the backbone, which always is" if name in roles else "names no region"
         raise OptionError(f"--shard {name} {why}; regions that can be sharded: {can}")
+
+
+def _check_recompute(name: str, sketches: Sequence[Sketch]) -> None:
+    trained = [x.name for x in sketches if x.trained]
+    if name not in trained:
+        known = any(x.name == name for x in sketches)
+        why = "is frozen, and has no backward" if known else "names no region"
+        can = ", ".join(trained) or "none"
+        raise OptionError(f"--recompute {name} {why}; regions that can recompute: {can}")
 
 
 def _check_owners(ask: Ask, ranks: int) -> None:

@@ -14,7 +14,7 @@ from fxpipe.polish import polish
 from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
-SEARCH, POLISH = 150_000, 200_000  # ops placed, and ops looked at
+SEARCH, POLISH = 120_000, 150_000  # ops placed, and ops looked at for each direction of time
 
 
 class Freed(NamedTuple):
@@ -39,14 +39,16 @@ def free(
     def problem(limits: Limits, microbatches: int) -> Problem:
         return build(cut, microbatches, costs, owners=owners, limits=limits)
 
-    limits = windowed(cut, microbatches, problem, limits or Limits(), effort)
+    limits = windowed(cut, microbatches, problem, limits or Limits(), based=False)
     whole = problem(limits, microbatches)
-    found = search(cut, whole, effort=int(SEARCH * effort))
-    if found is None:
+    tries = [
+        polish(whole, _numbers(whole, found), effort=int(POLISH * effort))
+        for found in search(cut, whole, effort=int(SEARCH * effort))
+    ]
+    if not tries:
         return None
-    numbers = polish(whole, _numbers(whole, found), effort=int(POLISH * effort))
-    rows = tuple(tuple(whole.ops[op] for op in row) for row in numbers)
-    return Freed(rows, found.listed.end)
+    best = min(tries, key=lambda polished: polished.end)
+    return Freed(tuple(tuple(whole.ops[op] for op in row) for row in best.rows), best.end)
 
 
 def _numbers(problem: Problem, found: Found) -> list[list[int]]:

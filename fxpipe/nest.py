@@ -14,9 +14,10 @@ from fxpipe.cut import Cut
 from fxpipe.errors import ScheduleError
 from fxpipe.numbering import build
 from fxpipe.problem import Limits, Owners, Problem, Rows
-from fxpipe.search import Found, search
+from fxpipe.search import search
 
-_EFFORT = 60_000
+_EFFORT = 60_000  # ops placed
+_WINDOW = 20_000
 _WORTH = 0.005  # a wider window must end so much sooner, as a fraction
 
 
@@ -43,12 +44,12 @@ def nest(
         given = {region: tuple(of)[:microbatches] for region, of in (owners or {}).items()}
         return build(cut, microbatches, costs, base=base(microbatches), owners=given, limits=limits)
 
-    limits = windowed(cut, microbatches, problem, limits, effort)
+    limits = windowed(cut, microbatches, problem, limits, based=True)
     whole = problem(limits, microbatches)
-    found = search(cut, whole, effort=int(_EFFORT * effort))
-    if found is None:
+    found = search(cut, whole, effort=int(_EFFORT * effort), based=True)
+    if not found:
         raise ScheduleError(f"no order of the units keeps to {limits}; allow more")
-    return whole.rows(found.listed.ranks, found.listed.starts)
+    return whole.rows(found[0].listed.ranks, found[0].listed.starts)
 
 
 def windowed(
@@ -56,7 +57,8 @@ def windowed(
     microbatches: int,
     problem: Callable[[Limits, int], Problem],
     limits: Limits,
-    effort: float,
+    *,
+    based: bool,
 ) -> Limits:
     """The limits with the least window that is worth while: units of a region live on a rank.
 
@@ -67,15 +69,16 @@ def windowed(
     if limits.modality < math.inf:
         return limits
     few = min(microbatches, 4 * cut.ranks)
-    best: Found | None = None
+    best = math.inf
     for window in range(1, few + 1):
         tried = replace(limits, modality=window)
-        found = search(cut, problem(tried, few), effort=int(_EFFORT * effort / 4))
-        if found is None:
+        found = search(cut, problem(tried, few), effort=_WINDOW, based=based)
+        if not found:
             continue
-        if best is not None and found.listed.end > best.listed.end * (1 - _WORTH):
+        end = found[0].listed.end
+        if end > best * (1 - _WORTH):
             return replace(limits, modality=window - 1)
-        best = found
+        best = end
     return limits
 
 

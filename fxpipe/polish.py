@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fxpipe.problem import ANY, Problem
 
 _TINY = 1e-9
-_HEAT = 0.4  # in mean ops: how much later a schedule may end and still be taken, at first
+_HEAT = 0.15  # in mean ops: how much later a schedule may end and still be taken, at first
 _SPREAD = 0.02  # what the mean end of the ranks counts beside the last one
 
 
@@ -24,6 +24,13 @@ class _Block(NamedTuple):
     rank: int
     first: int
     last: int
+
+
+class Polished(NamedTuple):
+    """Rows of ops, and when the last one ends."""
+
+    rows: list[list[int]]
+    end: float
 
 
 class _Times(NamedTuple):
@@ -38,7 +45,7 @@ class _Times(NamedTuple):
 
 def polish(
     problem: Problem, rows: Sequence[Sequence[int]], *, effort: int, seed: int = 0
-) -> list[list[int]]:
+) -> Polished:
     """Rows of ops that end no later than the ones given. Queues need not keep their order.
 
     effort: how many ops are looked at. Ends early where `problem.bound` is reached.
@@ -50,7 +57,7 @@ def polish(
         heat = _HEAT * unit * (1 - state.spent / effort) ** 2
         if state.step(heat) and max(state.times.free) < end - _TINY:
             best, end = [*map(list, state.rows)], max(state.times.free)
-    return best
+    return Polished(best, end)
 
 
 class _State:
@@ -66,6 +73,7 @@ class _State:
         times = self.time(self.rows, [0] * len(rows), math.inf)
         assert times is not None, "the rows to polish cannot end"
         self.times = times
+        self.place = _places(self.rows)
         self.moving = [unit for unit in problem.units if problem.home[unit[0]] == ANY]
 
     def step(self, heat: float) -> bool:
@@ -79,7 +87,7 @@ class _State:
         times = self.time(rows, self.heads(changed), limit)
         if times is None or times.cost > limit:
             return False
-        self.rows, self.times = rows, times
+        self.rows, self.times, self.place = rows, times, _places(rows)
         return True
 
     def heads(self, changed: Mapping[int, Sequence[int]]) -> list[int]:
@@ -153,7 +161,7 @@ class _State:
         """The rows in which a unit has moved to another rank, or changed places with one there."""
         chance, starts, unit_of = self.chance, self.times.starts, self.problem.unit
         unit = chance.choice(self.moving)
-        source = next(rank for rank, row in enumerate(self.rows) if unit[0] in row)
+        source = self.place[unit[0]][0]
         target = chance.randrange(len(self.rows))
         if source == target:
             return {}
@@ -174,7 +182,7 @@ class _State:
     def critical(self) -> list[_Block]:
         """The blocks of a critical path, from its end."""
         starts, ends, free = self.times
-        place = {op: (rank, at) for rank, row in enumerate(self.rows) for at, op in enumerate(row)}
+        place = self.place
         latest = [rank for rank, end in enumerate(free) if end >= max(free) - _TINY]
         rank = self.chance.choice(latest)
         at = len(self.rows[rank]) - 1
@@ -192,6 +200,11 @@ class _State:
             else:
                 blocks.append(_Block(*before, before[1]))
             rank, at = before
+
+
+def _places(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """The rank and the place in its row of each op."""
+    return {op: (rank, at) for rank, row in enumerate(rows) for at, op in enumerate(row)}
 
 
 class _Timing:

@@ -4,9 +4,9 @@ scheduler("nested/1f1b")            derives a table for each cut and number of m
 scheduler("ranks 2 ...")            a given table: a Table, its text, or the path of a file
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,10 @@ from fxpipe.cut import Cut, Role
 from fxpipe.errors import ScheduleError
 from fxpipe.given import Given, read
 from fxpipe.owners import Given as Owners
-from fxpipe.schedule import AUTO, Plan, Schedule, derive, layout
+from fxpipe.passes.communicate import communicate
+from fxpipe.passes.reduce import reduce
+from fxpipe.planner import Option, Planned, plan
+from fxpipe.schedule import AUTO, Plan, Schedule, chunks_of, derive, layout
 from fxpipe.table import Table
 
 
@@ -27,8 +30,8 @@ class Options:
     chunks: backbone stages per rank. owners: an owner map, or the rank of each microbatch; also by
     region. sharded: encoders and generators that are cut into one stage per rank. recompute:
     regions whose backward computes the forward again. live: the most units of "modality" and "llm"
-    on a rank. memory_budget: bytes per rank, for "auto" to keep to. costs: the seconds and bytes
-    that it reckons with; uniform by default.
+    on a rank. memory_budget: bytes per rank, for "auto" to keep to, by costs that say what ops
+    keep. costs: the seconds and bytes to reckon with; by default seconds by the stages' flops.
     """
 
     chunks: int | None = None
@@ -117,15 +120,59 @@ class Named:
         return layout(self.schedule, ranks, encoders, generators, chunks=chunks, sharded=sharded)
 
     def table(self, cut: Cut, microbatches: int) -> Table:
-        """The derived table."""
-        budget = self.options.memory_budget
-        table = derive(
-            cut,
-            microbatches,
-            self.schedule,
-            costs=self.options.costs,
-            owners=self.options.owners,
-            live=self.options.live,
-            memory=math.inf if budget is None else budget,
+        """The derived table; under a memory budget, what the planner chooses."""
+        options = self.options
+        costs = options.costs or _by_flops(cut)
+        if options.memory_budget is not None:
+            table = _within(options.memory_budget, cut, microbatches, options)
+        else:
+            table = derive(
+                cut,
+                microbatches,
+                self.schedule,
+                costs=costs,
+                owners=options.owners,
+                live=options.live,
+            )
+        return passes.run(table, (partial(communicate, costs=costs), reduce))
+
+
+def _by_flops(cut: Cut) -> Costs:
+    """Costs in proportion to the flops of each stage, the dearest forward a second."""
+    return Costs.from_flops(cut, max((stage.cost for stage in cut.stages), default=0.0) or 1.0)
+
+
+def _within(budget: float, cut: Cut, microbatches: int, options: Options) -> Table:
+    """The quickest table of a cut in so many bytes per rank. Nothing is traced anew: other layouts
+    and more recompute are only named where they would help."""
+    costs = options.costs
+    if costs is None or not (costs.kept or costs.resident):
+        raise ScheduleError(
+            "memory_budget needs costs that say how many bytes ops keep; pass costs=, as "
+            "fxpipe.roofline.costs_of finds them"
         )
-        return passes.run(table)
+    option = Option(cut, costs)
+
+    def planned(*, recompute: bool) -> Planned:
+        return plan(
+            lambda schedule, chunks: option,
+            microbatches,
+            chunks=(chunks_of(cut),),
+            recompute=recompute,
+            owners=options.owners,
+            live=options.live,
+            memory=budget,
+        )
+
+    try:
+        return planned(recompute=False).table
+    except ScheduleError as error:
+        try:
+            more = planned(recompute=True).chosen
+        except ScheduleError:
+            raise error from None
+        names = ", ".join(map(repr, more.recompute))
+        raise ScheduleError(
+            f"{error}; with recompute=[{names}], {more.schedule} would fit in {more.bytes:.6g} "
+            "bytes"
+        ) from None

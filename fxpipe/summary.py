@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fxpipe.figures import Figures
+from fxpipe.front import Point, shown
 
 
 def summary(found: Figures, width: int) -> str:
@@ -13,14 +14,24 @@ def summary(found: Figures, width: int) -> str:
     return "\n".join(lines)
 
 
-def front(points: Sequence[dict[str, object]], chosen: str) -> str:
-    """The schedules that no other beats in both time and memory, an arrow at the one chosen."""
-    heads = list(dict.fromkeys(key for point in points for key in point))
-    rows = [
-        [">" if point.get("schedule") == chosen else "", *(_shown(point.get(x)) for x in heads)]
-        for point in points
-    ]
-    return "\n".join(columns(["", *heads], rows, left=2))
+def front(points: Sequence[Point], most: int = 13) -> str:
+    """The points worth a look: > is the choice, * those that none beats in both time and memory."""
+    listed = shown(points, most)
+    known = any(point.bytes for point in points)
+    again = any(point.recompute for point in listed)
+    heads = ["", "", "seconds", *(["bytes"] if known else []), *points[0].units]
+    heads += ["chunks", "window", *(["recompute"] if again else []), "owners", ""]
+    rows = []
+    for point in listed:
+        row = [">" if point.chosen else "*" if point.best else "", point.schedule]
+        row += [f"{point.seconds:.6g}", *([f"{point.bytes:.4g}"] if known else [])]
+        row += [str(units) for units in point.units.values()]
+        row += [str(point.chunks), str(point.window or "")]
+        row += [" ".join(point.recompute)] if again else []
+        rows.append([*row, point.owners, "" if point.fits else "too much"])
+    what = "bytes" if known else "units"
+    head = f"{len(points)} schedules tried; > chosen, * none is better in seconds and {what}"
+    return "\n".join([head, "", *columns(heads, rows, left=2)])
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
@@ -68,7 +79,3 @@ def _owners(name: str, ranks: Sequence[int], width: int) -> str:
         return line
     rest = f" ... ({len(ranks)} in all)"
     return line[: width - len(rest)].rsplit(" ", 1)[0] + rest
-
-
-def _shown(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -22,7 +22,8 @@ SCHEDULING = (
     "nest",
     "free",
 )
-ENGINE = ("problem", "numbering", "listing", "search", "polish", "nest", "free", "schedule")
+ENGINE = ("problem", "numbering", "listing", "policies", "search", "polish")
+PLACING = ("nest", "free", "schedule")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
@@ -31,7 +32,7 @@ STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", 
 COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
-    (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *SKETCH),
+    (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),

@@ -1,0 +1,195 @@
+"""Policies: how urgent list scheduling takes each op to be, and the ones to begin with.
+
+The portfolios were learned: on a few hundred sketches of models (2 to 8 ranks, encoders and
+generators of 1/4 to 4 forwards of a backbone stage, with base rows and without) the best policy of
+a long search was kept, and of those the few that together come nearest to the best everywhere
+(`benchmarks/policies.py`). Costs and cuts are new each time, so they are where a search starts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from fxpipe.cut import Kind, Role
+
+Sort = tuple[Role, Kind]
+
+# How much later, in mean ops, an op may start than a backward of the backbone and still go first.
+FORWARDS: Mapping[Sort, tuple[float, float]] = {
+    (Role.BACKBONE, Kind.F): (-1, 4),
+    (Role.BACKBONE, Kind.B): (0, 0),
+    (Role.BACKBONE, Kind.W): (0, 8),
+    (Role.ENCODER, Kind.F): (-1, 8),
+    (Role.ENCODER, Kind.B): (-1, 6),
+    (Role.ENCODER, Kind.W): (-1, 6),
+    (Role.GENERATOR, Kind.F): (-1, 4),
+    (Role.GENERATOR, Kind.B): (-5, 4),
+    (Role.GENERATOR, Kind.W): (-5, 8),
+}
+BACKWARDS: Mapping[Sort, tuple[float, float]] = {
+    (Role.BACKBONE, Kind.F): (0, 0),
+    (Role.BACKBONE, Kind.B): (-1, 4),
+    (Role.BACKBONE, Kind.W): (-2, 6),
+    (Role.ENCODER, Kind.F): (-1, 6),
+    (Role.ENCODER, Kind.B): (-1, 8),
+    (Role.ENCODER, Kind.W): (-1, 8),
+    (Role.GENERATOR, Kind.F): (-5, 4),
+    (Role.GENERATOR, Kind.B): (-1, 4),
+    (Role.GENERATOR, Kind.W): (-2, 8),
+}
+_PATIENCE = (0.01, 0.1, 0.25, 0.5, 1.0)
+_DRIFT = (0.0, 0.0, 0.2, 0.5, 1.0, 2.0)
+_TILT = (0.0, 0.0, 0.0, 0.1, 0.3, -0.1, -0.3)
+_NOISE = (0.0, 0.0, 0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How urgent ops are, in mean ops.
+
+    weights: by role and kind; early, late: more of them, for the first and the last microbatches,
+    one for each rank; drift: for each microbatch, or, if grouped, for all those that came with it
+    to the ranks; tilt: for each rank of a stage with a home; noise: at random, from `seed`;
+    patience: what all of it counts against starting late.
+    """
+
+    weights: Mapping[Sort, float]
+    early: Mapping[Sort, float] = field(default_factory=dict)
+    late: Mapping[Sort, float] = field(default_factory=dict)
+    drift: float = 0.0
+    grouped: bool = False
+    tilt: float = 0.0
+    noise: float = 0.0
+    patience: float = 0.25
+    seed: int = 0
+
+    @staticmethod
+    def parse(text: str) -> "Policy":
+        """The policy of a line such as
+
+            3.5 2.5 2.5  -2.4 0.7 0.5  2.4 0.8 1.8 | early gF+2.2 | drift 0.5 grouped
+
+        weights of F, B and W of encoders, backbone and generators; then what is not as usual.
+        """
+        weights, *rest = text.split("|")
+        found: dict[str, Any] = {}
+        for part in rest:
+            match part.split():
+                case ["early" | "late" as phase, *terms]:
+                    found[phase] = dict(map(_term, terms))
+                case ["drift", amount, *grouped]:
+                    found |= {"drift": float(amount), "grouped": bool(grouped)}
+                case ["noise", amount, seed]:
+                    found |= {"noise": float(amount), "seed": int(seed)}
+                case ["p", amount]:
+                    found["patience"] = float(amount)
+                case [name, amount]:
+                    found[name] = float(amount)
+        return Policy(dict(zip(_SORTS, map(float, weights.split()), strict=True)), **found)
+
+
+_SORTS = tuple((role, kind) for role in Role for kind in (Kind.F, Kind.B, Kind.W))
+_LETTER = {role.value[0]: role for role in Role}
+
+
+def _term(text: str) -> tuple[Sort, float]:
+    """`eW+5.2`: the W of encoders."""
+    return (_LETTER[text[0]], Kind(text[1])), float(text[2:])
+
+
+def draw(ranges: Mapping[Sort, tuple[float, float]], chance: Random) -> Policy:
+    return Policy(
+        {sort: chance.uniform(low, high) for sort, (low, high) in ranges.items()},
+        drift=chance.choice(_DRIFT),
+        grouped=chance.random() < 0.4,
+        tilt=chance.choice(_TILT),
+        noise=chance.choice(_NOISE),
+        patience=chance.choice(_PATIENCE),
+        seed=chance.getrandbits(32),
+    )
+
+
+def vary(policy: Policy, ranges: Mapping[Sort, tuple[float, float]], chance: Random) -> Policy:
+    """A policy near another one."""
+    fresh = draw(ranges, chance)
+    weights = {
+        sort: weight + chance.gauss(0, 1) if chance.random() < 0.25 else weight
+        for sort, weight in policy.weights.items()
+    }
+    sort = chance.choice(list(weights))
+    if chance.random() < 0.1:
+        weights[sort] = fresh.weights[sort]
+    early, late = dict(policy.early), dict(policy.late)
+    if chance.random() < 0.5:
+        phase = chance.choice((early, late))
+        if sort in phase and chance.random() < 0.3:
+            del phase[sort]
+        else:
+            phase[sort] = phase.get(sort, 0.0) + chance.gauss(0, 2)
+    changes = {name: getattr(fresh, name) for name in _SINGLE if chance.random() < 0.12}
+    return replace(policy, weights=weights, early=early, late=late, **changes)
+
+
+_SINGLE = ("drift", "grouped", "tilt", "noise", "patience", "seed")
+
+
+def _portfolio(text: str) -> tuple[Policy, ...]:
+    return tuple(map(Policy.parse, text.strip().splitlines()))
+
+
+# Weights of F, B and W of encoders, backbone and generators. Free: all rows are to be found.
+# Based: base rows are given. The first of each is for time as it runs, the other
+# for time turned around.
+FREE = (
+    _portfolio(
+        """
+0 8.5 8.5 0.3 8.7 -0.5 12 8.6 9.6 | early eW+5.2 | late bB-8 gF-2.4 gB-0.8 bF-1.1 | drift 0.2 | p 0.01
+0.7 11.1 11.1 -0.1 2.1 8.2 2.3 -0.9 0.1 | early bB-7.7 | late eF-1 gF+1.5 | drift 0.5 grouped | p 0.01
+3.5 2.5 2.5 1.5 0 4 1.5 -0.5 0.5 | p 0.25
+6.2 18.8 18.8 -13.2 1.4 6.6 4.8 -2.5 -1.5 | early bW+1.5 | late bF-2.9 gF-1.1 | drift 1 grouped | p 0.01
+3.3 0 0 -1.8 -1.9 -3.6 -3.3 1 2 | late eF-1.7 eW+1.3 bB-0.6 bF-2.6 | drift 0.2 | p 0.25
+5.2 0.8 0.8 0.7 -1.7 0.8 -1.1 -0.5 0.5 | early gF+2.4 | drift 1 | tilt 0.3 | p 0.25
+5.8 6.5 6.5 -2.8 -1.8 -3.5 0.2 4.1 5.1 | late eF-1.8 | p 0.1
+-7.8 4.4 4.4 0 2.9 9.4 4.5 -1.6 -0.6 | late bB+0.9 | drift 0.5 grouped | p 0.5
+"""
+    ),
+    _portfolio(
+        """
+5.8 0.3 0.3 0 -0.3 0.9 -3.6 1.7 2.7 | late gB+2.2 | noise 0.5 312 | p 0.1
+5.2 -0.5 -0.5 -0.2 -0.8 5 -2.3 5 6 | early bF-4.7 | p 0.01
+4.3 0.3 0.3 0.1 -0.3 -0.5 -5 4.7 5.7 | early bB-5.9 | drift 0.2 grouped | p 0.25
+5.1 0.5 0.5 -2.6 -0.4 0.4 1.8 5.4 6.4 | drift 0.5 | p 0.01
+6 0.1 0.1 -5 -6.2 4.2 3.1 3.8 4.8 | late gB-2.1 | p 0.01
+8.3 9.4 9.4 -2.8 -0.9 3.8 -5.8 0.4 1.4 | early bF-1.9 | p 0.25
+40.6 5.4 5.4 0.3 4 5.5 4.5 20.9 21.9 | late eW-7.6 | drift 0.5 | tilt -0.3 | p 0.01
+7.7 1.9 1.9 -0.4 -3.4 0.9 -0.7 4.9 5.9 | tilt 0.3 | p 0.1
+"""
+    ),
+)
+BASED = (
+    _portfolio(
+        """
+3.5 2.5 2.5 -2.4 0.7 0.5 2.4 0.8 1.8 | early gF+2.2 | p 0.01
+-2 5.1 5.1 -4.6 1.6 0.3 4 0.3 1.3 | early bF+1.4 | late gF+0.3 eF-2.2 | p 0.25
+2.4 2.8 2.8 -0.4 -2.5 2.1 3.7 5.6 6.6 | early gB-1.4 bB-7.1 eW+3.9 | late gF+0.9 gB-1.9 | drift 0.2 | noise 1.5 643 | p 0.1
+-3.2 3 3 -2 -6.7 0.5 -0.5 -5.1 -4.1 | early bF-1.2 | late eF-0.2 | drift 0.2 grouped | noise 1.5 523 | p 0.01
+11.1 7.3 7.3 -2.2 1.2 5 5.3 2.2 3.2 | early bF+2.2 | late eF-1.8 | drift 0.2 | p 0.1
+-0.6 3.3 3.3 1.5 -1.1 -0.6 4.6 0.6 1.6 | p 0.5
+2.6 8.5 8.5 -0.3 -1 5.9 10.4 -2.4 -1.4 | late eF-5 | p 0.5
+-15.9 0.4 0.4 -2.4 0 9 1.7 0.6 1.6 | early bB-4.9 | late bB-5.8 | p 0.25
+"""
+    ),
+    _portfolio(
+        """
+3 2.3 2.3 -0.7 -2.6 0.4 1.6 3.8 4.8 | late gB+2.9 bB-0.9 | tilt 0.1 | p 0.1
+11.4 1.9 1.9 -1.6 -0.2 5.9 -1.1 10.7 11.7 | late bF+0.8 | p 0.01
+4.1 6.9 6.9 0 0.1 0.7 -1.3 2 3 | tilt 0.1 | p 0.25
+7.9 -1.7 -1.7 0.5 -3 7.7 -5 6.3 7.3 | p 0.1
+6.8 4.2 4.2 0.3 0.8 1 0.3 5.3 6.3 | p 0.01
+-2.1 6.6 6.6 -5.2 5.8 -0.7 -1.6 -6.6 -5.6 | late bF-14.1 | drift 0.5 grouped | p 1
+8.1 1.7 1.7 -2.1 -1.7 -0.5 -2 3.9 4.9 | early eW-2.6 bW-1.7 bB-4.1 | late eW+0.5 | tilt 0.1 | noise 1.5 287 | p 0.25
+5.4 1.2 1.2 -0.1 0.6 -1.1 -1.4 5.8 6.8 | drift 0.2 grouped | p 0.5
+"""
+    ),
+)
