@@ -36,7 +36,8 @@ def main() -> int:
     given = _options()
     cases = sorted(drawn(given) if given.seeds else fixed(given), reverse=True)
     names = tuple(given.bases.split(",")) if given.bases else None
-    look = Look(effort=given.effort, enough=0.01 if given.seeds else 0.005)
+    effort = given.effort * (0.2 if given.quick else 1.0)
+    look = Look(effort=effort, enough=0.01 if given.seeds else 0.005)
     if names or given.seeds:
         look = Look(names or _DRAWN_BASES, look.effort, look.enough)
     begun = time.perf_counter()

@@ -170,8 +170,8 @@ class _Setting:
     def tries(
         self, look: Look, runs: Mapping[str, Run], *, capped: bool
     ) -> Iterator[tuple[str, Run]]:
-        """More runs for the fastest: free orders, and, if capped, narrower windows of the bases that
-        were the fastest with theirs."""
+        """More runs for the fastest: free orders, and, if capped, narrower windows of the bases
+        that were the fastest with theirs."""
         count = self.case.microbatches
         wide, narrow = {"modality": count, "llm": count}, {"modality": WINDOW, "llm": self.case.cap}
         for name, layout in FREE_ORDERS.items():
