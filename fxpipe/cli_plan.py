@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +48,8 @@ def plan(
     limits = {"modality": modality_live, "llm": llm_live}
     live = {name: units for name, units in limits.items() if units is not None}
     sharded, owned = tuple(shard or ()), _owners(owners)
-    ask = Ask(
-        sketches,
-        ranks,
-        microbatches,
-        schedule,
-        chunks,
-        sharded,
-        rates,
-        owned,
-        live,
-        memory,
-        tuple(recompute or ()),
-        effort,
-    )
+    ask = Ask(sketches, ranks, microbatches, schedule, chunks, sharded, rates, owned, live, memory)
+    ask = replace(ask, recompute=tuple(recompute or ()), effort=effort)
     _run(file, ask, check=check, as_json=as_json)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fxpipe import passes
 from fxpipe.actions import read_actions
+from fxpipe.choices import Option
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
 from fxpipe.errors import OptionError, ScheduleError
@@ -21,7 +22,7 @@ from fxpipe.figures import Figures, figures
 from fxpipe.front import Point
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
-from fxpipe.planner import Option, plan
+from fxpipe.planner import plan
 from fxpipe.rates import Rates, rate
 from fxpipe.schedule import AUTO, chunks_of, derive, layout
 from fxpipe.simulate import simulate

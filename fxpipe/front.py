@@ -88,9 +88,21 @@ def keeps_to(
 
 
 def with_best(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points, each with whether it is among the best, quickest first."""
-    marked = [x._replace(best=not any(_beats(y, x) for y in points)) for x in points]
-    return tuple(sorted(marked, key=lambda point: point.rank))
+    """The points, each with whether it is among the best, quickest first. Of points that differ in
+    their window alone, the first one stands for all."""
+    alike: dict[str, Point] = {}
+    for point in sorted(points, key=lambda point: not point.chosen):
+        alike.setdefault(repr(point._replace(window=0, chosen=False)), point)
+    points = [point for point in points if point in alike.values()]
+    pairs = zip(points, beaten(points), strict=True)
+    return tuple(
+        sorted((point._replace(best=not worse) for point, worse in pairs), key=lambda x: x.rank)
+    )
+
+
+def beaten(points: Sequence[Point]) -> list[bool]:
+    """Whether another point is as good in all that counts, and better in some of it."""
+    return [any(_beats(one, other) for one in points) for other in points]
 
 
 def shown(points: Sequence[Point], most: int) -> list[Point]:
@@ -105,7 +117,7 @@ def shown(points: Sequence[Point], most: int) -> list[Point]:
 
 def nothing_fits(points: Iterable[Point], live: Mapping[str, int], memory: float) -> str:
     """Why there is no choice, and what would have to be allowed."""
-    return " ".join(_reasons(list(points), live, memory))
+    return "; ".join(_reasons(list(points), live, memory))
 
 
 def _reasons(points: list[Point], live: Mapping[str, int], memory: float) -> Iterator[str]:
@@ -113,7 +125,7 @@ def _reasons(points: list[Point], live: Mapping[str, int], memory: float) -> Ite
     asked += [f"{memory:.6g} bytes" for _ in range(memory < math.inf)]
     yield f"no schedule keeps to {' and '.join(asked)} on each rank"
     if not points:
-        yield "; allow more"
+        yield "allow more"
         return
     least = min(points, key=lambda point: (point.bytes, sum(point.units.values()), point.rank))
     held = [f"{units} of {region}" for region, units in least.units.items()]
@@ -122,7 +134,6 @@ def _reasons(points: list[Point], live: Mapping[str, int], memory: float) -> Ite
 
 
 def _beats(one: Point, other: Point) -> bool:
-    """Whether one point is as good in all that counts, and better in some of it."""
     ours, theirs = one.goods, other.goods
     no_worse = all(a <= b * _SAME for a, b in zip(ours, theirs, strict=True))
     return no_worse and any(a * _SAME < b for a, b in zip(ours, theirs, strict=True))

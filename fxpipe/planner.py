@@ -5,15 +5,14 @@ limits are derived again with more: an order that is searched for, and the base 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.choices import Choice, Space, again, choices
+from fxpipe.choices import Choice, Option, Space, again, choices
 from fxpipe.costs import Costs
-from fxpipe.cut import Cut, Region
 from fxpipe.errors import ScheduleError
-from fxpipe.front import Point, keeps_to, nothing_fits, takes, with_best
+from fxpipe.front import Point, beaten, keeps_to, nothing_fits, takes, with_best
 from fxpipe.nest import limits_of
 from fxpipe.owners import Given
 from fxpipe.schedule import AUTO, REPLICATED, base_rows, derive, generators_return
@@ -23,18 +22,12 @@ from fxpipe.table import Table
 _GLANCE = 0.02  # effort of a choice that is only looked at
 _BASE = 0.3  # effort of the best base, where an order that is searched for is there
 _CLOSE = 1.05  # a base that is so much slower at a glance is not looked at again
-_LOOK = 100_000  # ops that all glances together may place; four times that where bytes are known
-_FEWEST = 2
+_LOOK = 100_000  # ops that may be placed at a glance, for each number of chunks
+_FEWEST = 2  # choices that are looked at, whatever it takes
+_FURTHER = 4  # how much more is looked at where nothing fits
+_BEST = 4  # bases that are tried with recompute, beside those of the front
+_SMALL = 100  # ops below which a search comes to its end sooner
 _PLACED, _NEST, _FREE = 4, 60_000, 350_000  # ops that a table takes, and a search of effort 1
-
-
-@dataclass(frozen=True)
-class Option:
-    """A cut, as a schedule wants it laid out, and what its ops cost."""
-
-    cut: Cut
-    costs: Costs
-
 
 Lay = Callable[[str, int], Option | None]  # by schedule and chunks; None if it cannot be had
 
@@ -75,39 +68,29 @@ def plan(
     first = search.laid("nested/1f1b" if chunks[0] == 1 else "nested/interleaved", chunks[0])
     if first is None:
         raise ScheduleError("the cut cannot be laid out for a nested placement; name a schedule")
-    more = again(first.cut) if recompute and first.costs.kept else ((),)
-    space = Space(chunks, owners, search.live.get("modality"), more)
-    wanted = choices(first.cut, space)
-    seen = search.glances(wanted)
-    final = search.final(seen, wanted)
+    wanted = choices(first.cut, Space(chunks, owners, search.live.get("modality")))
+    search.glance(wanted, _LOOK * len(chunks) * max(_BASE, effort))
+    free = [next(x for x in wanted if (x.base, x.chunks) == (AUTO, count)) for count in chunks]
+    sets = again(first.cut) if recompute and first.costs.kept else ((),)
+    for regions in sets[1:]:
+        search.glance(x._replace(recompute=regions) for x in (*search.based, *free))
+    if not any(tried.point.fits for tried in search.tried):
+        search.glance((x._replace(recompute=sets[-1]) for x in wanted), _FURTHER * _LOOK)
+    if not search.tried and search.error:
+        raise search.error
+    final = search.final() or search.last(x._replace(recompute=sets[-1]) for x in free)
     if not final:
-        raise ScheduleError(nothing_fits([x.point for x in seen], search.live, memory))
+        raise ScheduleError(nothing_fits([x.point for x in search.tried], search.live, memory))
     chosen = min(final, key=_rank)
-    others = [x for x in seen if x.order not in {tried.order for tried in final}]
-    points = [
-        tried.point._replace(chosen=tried is chosen)
-        for tried in sorted((*final, *others), key=lambda tried: tried.order)
-    ]
+    done = [tried.choice for tried in final]
+    points = [tried.point._replace(chosen=tried is chosen) for tried in final]
+    points += [tried.point for tried in search.tried if tried.choice not in done]
     return Planned(chosen.table, chosen.option.costs, with_best(points))
-
-
-def recomputing(option: Option, names: Sequence[str]) -> Option:
-    """The option with more regions that recompute, for costs of a model that keeps everything."""
-    if not names:
-        return option
-
-    def cut(recompute: Callable[[Region], bool]) -> Cut:
-        regions = [replace(region, recompute=recompute(region)) for region in option.cut.regions]
-        return replace(option.cut, regions=tuple(regions))
-
-    costs = option.costs.recomputed(cut(lambda region: region.name in names))
-    return Option(cut(lambda region: region.recompute or region.name in names), costs)
 
 
 class _Tried(NamedTuple):
     """A choice, the option and the table that it came to, and what that takes."""
 
-    order: int
     choice: Choice
     option: Option
     table: Table
@@ -123,6 +106,8 @@ class _Search:
         self.lay, self.microbatches, self.effort = lay, microbatches, effort
         self.live, self.memory = live, memory
         self.options: dict[tuple[str, int], Option | None] = {}
+        self.keys: set[object] = set()
+        self.tried: list[_Tried] = []
         self.error: ScheduleError | None = None
 
     def laid(self, schedule: str, chunks: int) -> Option | None:
@@ -139,35 +124,36 @@ class _Search:
         if choice.base != AUTO and PATTERNS[choice.base].shape == "v":
             base = "zb-v"
         found = self.laid(f"{placement}/{base}", choice.chunks)
-        return found and recomputing(found, choice.recompute)
+        return found and found.recomputing(choice.recompute)
 
-    def glances(self, wanted: Sequence[Choice]) -> list[_Tried]:
-        """What choices take at a glance, the first ones first, as many as it is worth."""
-        tried: list[_Tried] = []
-        seen: set[object] = set()
+    def glance(self, wanted: Iterable[Choice], look: float = math.inf) -> None:
+        """Try choices with little effort, the first ones first, until so many ops are placed."""
         spent = 0.0
-        for order, choice in enumerate(wanted):
+        for choice in wanted:
             option = self.option(choice)
-            if option is None:
+            key = option and self.key(choice, option)
+            if option is None or key is None or key in self.keys:
                 continue
-            look = _LOOK * max(_BASE, self.effort) * (4 if option.costs.kept else 1)
-            if spent > look and len(tried) >= _FEWEST:
-                break
-            key = self.key(choice, option)
-            if key is None or key in seen:
-                continue
-            seen.add(key)
+            self.keys.add(key)
             spent += self.ops(option, choice, _GLANCE)
-            if found := self.attempt(order, choice, option, _GLANCE):
-                tried.append(found)
-        if not tried and self.error:
-            raise self.error
-        return tried
+            if found := self.attempt(choice, option, _GLANCE):
+                self.tried.append(found)
+            if spent > look and len(self.tried) >= _FEWEST:
+                break
+
+    @property
+    def based(self) -> list[Choice]:
+        """The bases that are best where nothing recomputes, whether they fit or not."""
+        plain = [x for x in self.tried if not x.choice.recompute and x.choice.base != AUTO]
+        plain.sort(key=_rank)
+        lost = beaten([tried.point for tried in plain])
+        pairs = enumerate(zip(plain, lost, strict=True))
+        return [tried.choice for at, (tried, worse) in pairs if at < _BEST or not worse]
 
     def key(self, choice: Choice, option: Option) -> object:
         """Choices with the same key come to the same rows; None where there are none."""
         nested = choice.placement == "nested"
-        rest: tuple[object, ...] = nested, choice.window, choice.owners, choice.recompute
+        rest: tuple[object, ...] = choice.recompute, nested, choice.window, repr(choice.owners)
         if all(stage.rank is not None for stage in option.cut.stages):
             rest = (choice.recompute,)
         if choice.base == AUTO:
@@ -184,7 +170,7 @@ class _Search:
         search = _FREE if choice.base == AUTO else _NEST if choice.placement == "nested" else 0
         return _PLACED * ops + (max(ops, effort * search) if search else 0)
 
-    def attempt(self, order: int, choice: Choice, option: Option, effort: float) -> _Tried | None:
+    def attempt(self, choice: Choice, option: Option, effort: float) -> _Tried | None:
         """The table of a choice, and what it takes; None if no order keeps to the limits."""
         live, memory = self.limits(choice, option)
         if memory <= 0:
@@ -215,12 +201,12 @@ class _Search:
             units,
             keeps_to(units, held, option.cut, self.live, self.memory),
         )
-        return _Tried(order, choice, option, table, point)
+        return _Tried(choice, option, table, point)
 
     def limits(self, choice: Choice, option: Option) -> tuple[dict[str, int], float]:
-        """What a search keeps to. A base says itself what the pipeline holds, so that the front of
-        bases does not depend on the budget; an order that is searched for holds what 1F1B would,
-        or, under a budget, as much as there is room for; no room at all is 0 bytes."""
+        """Units and bytes that a search keeps to. A base says itself what the pipeline holds, so
+        that the front of bases does not depend on the budget; an order that is searched for holds
+        what 1F1B would, or, under a budget, as much as there is room for."""
         live = dict(self.live)
         if choice.window is not None:
             live.setdefault("modality", choice.window)
@@ -229,54 +215,41 @@ class _Search:
         if self.memory == math.inf:
             live.setdefault("llm", option.cut.ranks * (1 + generators_return(option.cut)))
             return live, math.inf
-        return live, _room(option, self.memory)
+        return live, option.room(self.memory)
 
-    def final(self, seen: Sequence[_Tried], wanted: Sequence[Choice]) -> list[_Tried]:
+    def final(self) -> list[_Tried]:
         """The best order that is searched for and the best base, both with more effort."""
-        fitting = sorted((tried for tried in seen if tried.point.fits), key=_rank)
-        if not fitting:
-            last = enumerate(wanted)
-            found = (self.alone(at, choice) for at, choice in last if choice.base == AUTO)
-            return [tried for tried in [next(found, None)] if tried and tried.point.fits]
+        fitting = sorted((tried for tried in self.tried if tried.point.fits), key=_rank)
         free = next((tried for tried in fitting if tried.choice.base == AUTO), None)
         based = next((tried for tried in fitting if tried.choice.base != AUTO), None)
-        final = [self.again(free, self.effort)] if free else []
+        final = [self.harder(free, self.effort)] if free else []
         if based and not free:
-            final.append(self.again(based, self.effort))
+            final.append(self.harder(based, self.effort))
         elif based and based.point.seconds <= _CLOSE * final[0].point.seconds:
-            final.append(self.again(based, _BASE * self.effort))
+            final.append(self.harder(based, _BASE * self.effort))
         return final
 
-    def alone(self, order: int, choice: Choice) -> _Tried | None:
-        """A choice that no glance has found to fit, with all effort."""
-        option = self.option(choice)
-        return None if option is None else self.attempt(order, choice, option, self.effort)
-
-    def again(self, tried: _Tried, effort: float) -> _Tried:
+    def harder(self, tried: _Tried, effort: float) -> _Tried:
         """The same choice with more effort, if that finds a better table."""
-        order, choice, option, *_ = tried
-        glance, harder = (self.ops(option, choice, x) for x in (_GLANCE, effort))
-        if harder <= glance:
-            return tried
-        found = self.attempt(order, choice, option, effort)
+        choice, option, *_ = tried
+        effort *= min(1.0, sum(map(len, tried.table.rows)) / _SMALL)
+        glance, more = (self.ops(option, choice, x) for x in (_GLANCE, effort))
+        found = self.attempt(choice, option, effort) if more > glance else None
         return min(tried, found, key=_rank) if found and found.point.fits else tried
 
+    def last(self, free: Iterable[Choice]) -> list[_Tried]:
+        """The first order that all effort finds to fit, where no glance has found one."""
+        for choice in free:
+            option = self.option(choice)
+            found = option and self.attempt(choice, option, self.effort)
+            if found and found.point.fits:
+                return [found]
+        return []
 
-def _rank(tried: _Tried) -> tuple[tuple[float, float, int], int]:
+
+def _rank(tried: _Tried) -> tuple[object, ...]:
     """Less is better."""
-    return tried.point.rank, tried.order
-
-
-def _room(option: Option, memory: float) -> float:
-    """Bytes that are left for what ops keep, on the fullest rank; 0 if some op finds no room."""
-    cut, costs = option.cut, option.costs
-    resident = [0.0] * cut.ranks
-    for stage in cut.stages:
-        for rank in cut.ranks_of((stage.name,)):
-            resident[rank] += costs.resident.get(stage.name, 0.0)
-    sizes = (size if isinstance(size, Sequence) else (size,) for size in costs.kept.values())
-    room = memory - max(resident)
-    return room if room >= max(map(max, sizes), default=0.0) else 0.0
+    return *tried.point.rank, tried.choice.plainness
 
 
 def _shown(choice: Choice) -> str:

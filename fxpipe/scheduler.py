@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fxpipe import passes
+from fxpipe.choices import Option
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
 from fxpipe.errors import ScheduleError
@@ -18,7 +19,7 @@ from fxpipe.given import Given, read
 from fxpipe.owners import Given as Owners
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
-from fxpipe.planner import Option, Planned, plan
+from fxpipe.planner import Planned, plan
 from fxpipe.schedule import AUTO, Plan, Schedule, chunks_of, derive, layout
 from fxpipe.table import Table
 

@@ -24,6 +24,7 @@ SCHEDULING = (
 )
 ENGINE = ("problem", "numbering", "listing", "policies", "search", "polish")
 PLACING = ("nest", "free", "schedule")
+PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
@@ -32,7 +33,7 @@ STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", 
 COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
-    (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *SKETCH),
+    (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
