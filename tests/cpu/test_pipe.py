@@ -22,7 +22,12 @@ def pipe() -> fxpipe.Pipe:
     torch.set_num_threads(1)
     example = THREE.batch(False, torch.float64)[0]
     return fxpipe.compile(
-        THREE.build(torch.float64), example, ranks=4, microbatches=8, loss_fn=THREE.loss_fn
+        THREE.build(torch.float64),
+        example,
+        schedule="nested/1f1b",
+        ranks=4,
+        microbatches=8,
+        loss_fn=THREE.loss_fn,
     )
 
 
