@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Region, Role
-from fxpipe.owners import Given
+from fxpipe.owners import Given, of_region, owners_of
 from fxpipe.schedule import AUTO
 from fxpipe.skeletons import PATTERNS
 
 # How far a choice is from the usual one: the sum over its parts.
-_PLACEMENTS = {"nested": 0, "transpose": 1, "upfront": 1, "stage": 1, "ends": 2}
+_PLACEMENTS = {"nested": 0, "transpose": 1, "upfront": 1, "stage": 1, "ends": 1}
 _USUAL = (AUTO, "zb-h1", "1f1b", "interleaved-zb", "interleaved", "zb-v")
 _RARE = 2  # what another base counts, and one that would split what the cut does not
 _WINDOWS = {4: 0, 3: 1, 2: 1, 1: 2}  # a wider one is faster, more so on more ranks
@@ -105,6 +105,14 @@ def choices(cut: Cut, space: Space) -> list[Choice]:
         for far in ((_PLACEMENTS[placement], narrow, other, rare),)
     ]
     return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
+
+
+def check_owners(given: Given, cut: Cut, microbatches: int) -> None:
+    """Raises ScheduleError where owners are given that cannot be."""
+    for stage in cut.stages:
+        rule = of_region(given, stage.region)
+        if stage.rank is None and rule is not None:
+            owners_of(rule, [0.0] * microbatches, [0.0] * cut.ranks)
 
 
 def again(cut: Cut) -> tuple[tuple[str, ...], ...]:

@@ -49,11 +49,6 @@ class Point(NamedTuple):
         """Less is better: seconds, to nine digits, then bytes, then units."""
         return float(f"{self.seconds:.9g}"), self.bytes, sum(self.units.values())
 
-    @property
-    def goods(self) -> tuple[float, ...]:
-        """What a front weighs against one another."""
-        return (self.seconds, self.bytes) if self.bytes else (self.seconds, *self.units.values())
-
 
 def takes(table: Table, costs: Costs) -> tuple[float, float, dict[str, int]]:
     """Seconds, bytes and units of a table: see `Point`."""
@@ -102,7 +97,9 @@ def with_best(points: Sequence[Point]) -> tuple[Point, ...]:
 
 def beaten(points: Sequence[Point]) -> list[bool]:
     """Whether another point is as good in all that counts, and better in some of it."""
-    return [any(_beats(one, other) for one in points) for other in points]
+    known = any(point.bytes for point in points)
+    goods = [(x.seconds, x.bytes) if known else (x.seconds, *x.units.values()) for x in points]
+    return [any(_beats(one, other) for one in goods) for other in goods]
 
 
 def shown(points: Sequence[Point], most: int) -> list[Point]:
@@ -133,7 +130,6 @@ def _reasons(points: list[Point], live: Mapping[str, int], memory: float) -> Ite
     yield f"of all that were tried {least.name} holds least: {', '.join(held)}"
 
 
-def _beats(one: Point, other: Point) -> bool:
-    ours, theirs = one.goods, other.goods
+def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     no_worse = all(a <= b * _SAME for a, b in zip(ours, theirs, strict=True))
     return no_worse and any(a * _SAME < b for a, b in zip(ours, theirs, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.choices import Choice, Option, Space, again, choices
+from fxpipe.choices import Choice, Option, Space, again, check_owners, choices
 from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
 from fxpipe.front import Point, beaten, keeps_to, nothing_fits, takes, with_best
@@ -24,7 +24,7 @@ _BASE = 0.3  # effort of the best base, where an order that is searched for is t
 _CLOSE = 1.05  # a base that is so much slower at a glance is not looked at again
 _LOOK = 100_000  # ops that may be placed at a glance, for each number of chunks
 _FEWEST = 2  # choices that are looked at, whatever it takes
-_FURTHER = 4  # how much more is looked at where nothing fits
+_FURTHER = 2  # how much more is looked at where nothing fits
 _BEST = 4  # bases that are tried with recompute, beside those of the front
 _SMALL = 100  # ops below which a search comes to its end sooner
 _PLACED, _NEST, _FREE = 4, 60_000, 350_000  # ops that a table takes, and a search of effort 1
@@ -68,14 +68,16 @@ def plan(
     first = search.laid("nested/1f1b" if chunks[0] == 1 else "nested/interleaved", chunks[0])
     if first is None:
         raise ScheduleError("the cut cannot be laid out for a nested placement; name a schedule")
+    check_owners(owners, first.cut, microbatches)
     wanted = choices(first.cut, Space(chunks, owners, search.live.get("modality")))
-    search.glance(wanted, _LOOK * len(chunks) * max(_BASE, effort))
+    look = _LOOK * len(chunks) * max(_BASE, effort)
+    search.glance(wanted, look)
     free = [next(x for x in wanted if (x.base, x.chunks) == (AUTO, count)) for count in chunks]
     sets = again(first.cut) if recompute and first.costs.kept else ((),)
     for regions in sets[1:]:
         search.glance(x._replace(recompute=regions) for x in (*search.based, *free))
     if not any(tried.point.fits for tried in search.tried):
-        search.glance((x._replace(recompute=sets[-1]) for x in wanted), _FURTHER * _LOOK)
+        search.glance((x._replace(recompute=sets[-1]) for x in wanted), _FURTHER * look)
     if not search.tried and search.error:
         raise search.error
     final = search.final() or search.last(x._replace(recompute=sets[-1]) for x in free)
