@@ -77,7 +77,7 @@ class _Side:
         self.end = math.inf
 
     def attempt(self, chance: Random) -> int:
-        """Try another policy; the ops that were placed."""
+        """Try another policy; the ops that were placed, or all, while every try gets stuck."""
         policy = self.next_policy(chance)
         full = len(self.elite) == _ELITE
         limit = self.elite[-1][0] if full else math.inf
@@ -86,7 +86,7 @@ class _Side:
             self.elite = sorted([*self.elite, (listed.end, policy)], key=lambda x: x[0])[:_ELITE]
             if listed.end <= self.end:
                 self.best, self.policy, self.end = listed, policy, listed.end
-        return listed.placed
+        return listed.placed if self.elite else len(listed.starts)
 
     def next_policy(self, chance: Random) -> Policy:
         """One of the portfolio, then one near one of the best, or a new one."""
