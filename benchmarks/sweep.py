@@ -23,28 +23,29 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.sweep_bars import Groups, bars, bases, gain, grouped
-from benchmarks.sweeping import Case, Look, Measured, measure
+from benchmarks.sweeping import BASES, Case, Look, Measured, measure
 
 RANKS, TIMES = (2, 4, 8, 16), (2, 4, 8)
 ENCODERS, GENERATORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.0, 0.5, 1.0, 2.0, 4.0)
 DRAWN = ((0.5, 0.0), (2.0, 0.0), (1.0, 1.0))  # encoder and generator where costs are drawn
-_DRAWN_BASES = ("1f1b", "zb-h1", "zb-v")
+_FEW = ("1f1b", "zb-h1", "zb-v")  # bases of short runs
 
 
 def main() -> int:
     """The command line."""
     given = _options()
     cases = sorted(drawn(given) if given.seeds else fixed(given), reverse=True)
-    names = tuple(given.bases.split(",")) if given.bases else None
-    effort = given.effort * (0.2 if given.quick else 1.0)
-    look = Look(effort=effort, enough=0.01 if given.seeds else 0.005)
-    if names or given.seeds:
-        look = Look(names or _DRAWN_BASES, look.effort, look.enough)
+    few = _FEW if given.quick or given.seeds else BASES
+    look = Look(
+        tuple(given.bases.split(",")) if given.bases else few,
+        given.effort * (0.2 if given.quick else 1.0),
+        enough=0.01 if given.seeds else 0.005,
+    )
     begun = time.perf_counter()
     groups = grouped(_run(cases, look, given.jobs))
     print(f"{len(cases)} cases in {time.perf_counter() - begun:.0f} s\n")
     print(table(groups))
-    found = list(bars(groups))
+    found = list(bars(groups, whole=not given.quick))
     print("\n".join(["", *(bar.text() for bar in found)]))
     if given.csv:
         _write(given.csv, groups)
@@ -60,7 +61,7 @@ def fixed(given: argparse.Namespace) -> Iterator[Case]:
     ranks = tuple(map(int, given.ranks.split(","))) if given.ranks else RANKS
     if not given.quick:
         return (Case(*one) for one in product(ranks, TIMES, ENCODERS, GENERATORS))
-    return (Case(*one) for one in product((2, 4), (4, 8), (0.5, 2.0), (0.0, 1.0)))
+    return (Case(*one) for one in product((2, 4), (4, 8), (0.5, 4.0), (0.0, 1.0)))
 
 
 def drawn(given: argparse.Namespace) -> Iterator[Case]:

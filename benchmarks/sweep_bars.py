@@ -51,10 +51,11 @@ def grouped(measured: Iterable[Measured]) -> Groups:
     return dict(sorted(found.items()))
 
 
-def bars(groups: Groups) -> Iterator[Bar]:
-    """All bars, those of placements first."""
+def bars(groups: Groups, *, whole: bool = True) -> Iterator[Bar]:
+    """All bars, those of placements first. whole: also the median gain over all cases."""
     yield _bar("nested / the faster of upfront and transpose", 1.0, _against(groups))
-    yield _bar("1 / median of upfront / nested", 1 / 1.08, [_median_gain(groups)])
+    if whole:
+        yield _bar("1 / median of upfront / nested", 1 / 1.08, [_median_gain(groups)])
     yield _bar("1 / most of stage / nested, heavy", 1 / 2, _most_gain(groups))
     yield _bar("encoder units at the most microbatches, less those at fewer", 0, _growth(groups))
     yield _bar("backbone units beyond base and generator's group", 0, _each(groups, _over))

@@ -8,9 +8,14 @@ the send of llm0.F0 is over, and its tensor can go. No store of pending sends, n
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from fxpipe.cut import Kind, Seam
+from fxpipe.errors import ScheduleError
 from fxpipe.table import Op, Table, inputs
+
+if TYPE_CHECKING:
+    from fxpipe.stageop import Variants
 
 
 def carried(table: Table, transfer: Op, rank: int) -> tuple[Seam, ...]:
@@ -32,6 +37,24 @@ def backward_of(table: Table, stage: str, mb: int | None) -> Op:
     """The op that reads the gradients of what a stage made: its B, or W where it has no B."""
     kind = Kind.B if Kind.B in table.cut.stage[stage].kinds else Kind.W
     return Op(stage, kind, mb)
+
+
+def check_apart(table: Table, variants: "Variants") -> None:
+    """A backward may run on another rank than its forward only if nothing at all is kept for it.
+    Raises ScheduleError."""
+    for stage in table.cut.stages:
+        graphs = [variant[stage.name] for variant in variants]
+        keeps_nothing = not any(x.kept_b or x.kept_w for x in graphs)
+        if keeps_nothing or table.cut.keeps(stage.name) or len(stage.kinds) < 2:
+            continue
+        for mb in range(table.microbatches):
+            forward, back = (Op(stage.name, kind, mb) for kind in stage.kinds[:2])
+            if table.place[forward] != table.place[back]:
+                raise ScheduleError(
+                    f"{back} is on rank {table.place[back]}, but {forward}, on rank "
+                    f"{table.place[forward]}, keeps what chance has made for it; give {stage.name} "
+                    "owners that hold for both, such as owners='round_robin'"
+                )
 
 
 @lru_cache(maxsize=4)

@@ -68,7 +68,8 @@ def windowed(
     """
     if limits.modality < math.inf:
         return limits
-    few = min(microbatches, 4 * cut.ranks)
+    each = max(1, sum(len(stage.kinds) for stage in cut.stages))
+    few = min(microbatches, max(2 * cut.ranks, min(4 * cut.ranks, _WINDOW // each)))
     best = math.inf
     for window in range(1, few + 1):
         tried = replace(limits, modality=window)

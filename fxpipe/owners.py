@@ -35,19 +35,17 @@ def slack(
     ranks, count = len(idle), len(seconds)
     alone = range(max(0, count - ranks), count) if backward else range(min(ranks, count))
     owners = [0] * count
-    filled, spilt = [0.0] * ranks, [0.0] * ranks
+    filled = [0.0] * ranks
     for at, mb in enumerate(alone):
         owners[mb] = at
-        spilt[at] += seconds[mb]
-    for mb in range(alone.start) if backward else range(alone.stop, count):
+    for mb in range(0, alone.start) if backward else range(alone.stop, count):
         need = seconds[mb]
         fits = [rank for rank in range(ranks) if 0 < need + filled[rank] <= idle[rank] * _FULL]
         if fits:
             owners[mb] = min(fits, key=lambda rank: (filled[rank] / idle[rank], rank))
-            filled[owners[mb]] += need
         else:
-            owners[mb] = min(range(ranks), key=lambda rank: (spilt[rank], rank))
-            spilt[owners[mb]] += need
+            owners[mb] = min(range(ranks), key=lambda rank: (filled[rank] - idle[rank], rank))
+        filled[owners[mb]] += need
     return tuple(owners)
 
 

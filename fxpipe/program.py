@@ -19,7 +19,7 @@ from functools import cached_property
 from torch import Tensor, fx, nn
 
 from fxpipe.cut import Kind, Seam, Stage
-from fxpipe.delivery import arrivals, backward_of, carried
+from fxpipe.delivery import arrivals, backward_of, carried, check_apart
 from fxpipe.stageop import GradientsOp, GroupOp, StageOp, Variants
 from fxpipe.table import Op, Table
 
@@ -70,6 +70,7 @@ def emit(
     ahead: how many receives of each channel are kept posted beyond what the row asks for; for
     transports that allow it (`Backend.ahead`), so that a transfer never waits for its post.
     """
+    check_apart(table, variants)
     held = [stage for stage in table.cut.stages if stage.rank in (None, rank)]
     names = dict.fromkeys(
         name for stage in held for graphs in variants for name in graphs[stage.name].state
@@ -222,7 +223,7 @@ class _Emitter:
     def _inputs(self, index: int, op: Op) -> None:
         cut = self._table.cut
         wanted = self._read(index, _with_grads(cut.seams_from[op.stage]), op._replace(kind=Kind.B))
-        node = self._stage_op(op, (self._kept.pop((op.stage, op.mb)), wanted))
+        node = self._stage_op(op, (self._kept_for(op), wanted))
         seams = _with_grads(cut.seams_into[op.stage])
         self._outputs(node, seams, op)
         if Kind.W in cut.stage[op.stage].kinds:
@@ -233,8 +234,8 @@ class _Emitter:
         if backward_of(self._table, op.stage, op.mb) == op:
             seams = _with_grads(self._table.cut.seams_from[op.stage])
             wanted = self._read(index, seams, op._replace(kind=Kind.B))
-        kept = self._kept.pop((op.stage, op.mb))
-        self._grads[op.stage] = self._stage_op(op, (self._grads.get(op.stage), kept, wanted))
+        grads = self._grads.get(op.stage)
+        self._grads[op.stage] = self._stage_op(op, (grads, self._kept_for(op), wanted))
 
     def _reduce(self, op: Op) -> None:
         name = _name(op.stage, op.kind)
@@ -247,6 +248,12 @@ class _Emitter:
 
     def _keep(self, node: fx.Node, index: int, op: Op) -> None:
         self._kept[op.stage, op.mb] = self._item(node, index, f"{node.name}_kept")
+
+    def _kept_for(self, op: Op) -> fx.Node:
+        """What the op before kept; an empty list where it ran on another rank, and kept nothing."""
+        if (op.stage, op.mb) in self._kept:
+            return self._kept.pop((op.stage, op.mb))
+        return self.graph.call_function(list)
 
     def _in_order(self, grads: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(grads[stage] for stage in self._table.cut.stage if stage in grads)

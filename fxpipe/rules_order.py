@@ -26,15 +26,18 @@ def defined_once(table: Table) -> Iterator[str]:
 
 
 def placed(table: Table) -> Iterator[str]:
-    """Sharded stages run on their rank; F, B and W of a stage and microbatch on one rank."""
-    home: dict[tuple[str, int | None], int] = {}
+    """Sharded stages run on their rank; F, B and W of a stage and microbatch on one rank, but where
+    a replicated stage keeps nothing, its backward on any."""
+    home: dict[tuple[str, int | None, bool], int] = {}
     fixed = {stage.name: stage.rank for stage in table.cut.stages}
+    apart = {stage.name for stage in table.cut.stages if not table.cut.keeps(stage.name)}
     for rank, row in enumerate(table.rows):
         for at, op in enumerate(row):
             if op.way or op.kind is Kind.R:
                 continue
             lives = fixed[op.stage]
-            expected = home.setdefault((op.stage, op.mb), rank) if lives is None else lives
+            part = op.stage in apart and op.kind is Kind.F
+            expected = home.setdefault((op.stage, op.mb, part), rank) if lives is None else lives
             if rank != expected:
                 reason = "its forward is there" if lives is None else "the stage lives there"
                 yield f"{near(table, rank, at)}: {op} belongs on rank {expected}: {reason}"

@@ -19,19 +19,20 @@ def front(points: Sequence[Point], most: int = 13) -> str:
     listed = shown(points, most)
     known = any(point.bytes for point in points)
     again = any(point.recompute for point in listed)
-    heads = ["", "", "seconds", *(["bytes"] if known else []), *points[0].units]
-    heads += ["chunks", "window", *(["recompute"] if again else []), "owners", ""]
+    heads = ["", "seconds", *(["bytes"] if known else []), *points[0].units]
+    heads += ["chunks", "window", *(["recompute"] if again else []), "owners", "fits"]
     rows = []
     for point in listed:
-        row = [">" if point.chosen else "*" if point.best else "", point.schedule]
+        marks = f"{'>' if point.chosen else ' '}{'*' if point.best else ' '}"
+        row = [f"{marks} {point.schedule}"]
         row += [f"{point.seconds:.6g}", *([f"{point.bytes:.4g}"] if known else [])]
         row += [str(units) for units in point.units.values()]
         row += [str(point.chunks), str(point.window or "")]
         row += [" ".join(point.recompute)] if again else []
-        rows.append([*row, point.owners, "" if point.fits else "too much"])
+        rows.append([*row, point.owners, "yes" if point.fits else "no"])
     what = "bytes" if known else "units"
     head = f"{len(points)} schedules tried; > chosen, * none is better in seconds and {what}"
-    return "\n".join([head, "", *columns(heads, rows, left=2)])
+    return "\n".join([head, "", *columns(heads, rows, left=1)])
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:

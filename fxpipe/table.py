@@ -69,7 +69,8 @@ def inputs(op: Op, cut: Cut) -> Iterator[Op]:
 
     F reads the forwards at the other ends of its stage's seams; B reads its own F and the B of
     every stage that returns it a gradient; W reads its B, or what B would have read if there is
-    none. R reads no value of another rank: it waits for its own row (see `verify.reduced_once`).
+    none. A stage that keeps nothing (`Cut.keeps`) reads nothing of its own F. R reads
+    no value of another rank: it waits for its own row (see `verify.reduced_once`).
     """
     stage = cut.stage.get(op.stage)
     match op.kind:
@@ -78,7 +79,8 @@ def inputs(op: Op, cut: Cut) -> Iterator[Op]:
         case Kind.W if stage is not None and Kind.B in stage.kinds:
             yield Op(op.stage, Kind.B, op.mb)
         case Kind.B | Kind.W:
-            yield Op(op.stage, Kind.F, op.mb)
+            if cut.keeps(op.stage):
+                yield Op(op.stage, Kind.F, op.mb)
             seams = cut.seams_from[op.stage]
             yield from (Op(seam.target, Kind.B, op.mb) for seam in seams if seam.grads)
         case Kind.R:
@@ -192,11 +194,14 @@ def _parse_claim(line: str) -> tuple[str, str | Live] | None:
 
 
 def live_units(table: Table, region: str, rank: int) -> list[int]:
-    """How many units of a region are live (see `Live`) after each op of `table.compute[rank]`."""
+    """How many units of a region are live (see `Live`) after each op of `table.compute[rank]`.
+
+    A stage that keeps nothing (`Cut.keeps`) has none.
+    """
     steps = dict.fromkeys(((stage.name, kind) for stage in table.cut.stages for kind in Kind), 0)
     for stage in table.cut.stages:
         last = Kind.W if Kind.W in stage.kinds else Kind.B
-        if stage.region == region and last in stage.kinds:
+        if stage.region == region and last in stage.kinds and table.cut.keeps(stage.name):
             steps[stage.name, Kind.F], steps[stage.name, last] = 1, -1
     return list(accumulate(steps[op.stage, op.kind] for op in table.compute[rank]))
 

@@ -116,11 +116,12 @@ class Timeline:
     @cached_property
     def lifetimes(self) -> tuple[Span, ...]:
         """One span per stage and microbatch, named by its F: from its start to the end of the last
-        backward op, while activations are kept. A stage without backward keeps none."""
+        backward op, while activations are kept. A stage without backward keeps none, nor does one
+        that computes all of them again (`Cut.keeps`)."""
         return tuple(
             unit[0]._replace(end=max(span.end for span in unit[1:]))
-            for unit in self._units.values()
-            if unit[0].op.kind is Kind.F and len(unit) > 1
+            for (stage, _), unit in self._units.items()
+            if unit[0].op.kind is Kind.F and len(unit) > 1 and self.cut.keeps(stage)
         )
 
     @cached_property

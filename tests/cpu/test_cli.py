@@ -149,6 +149,45 @@ def test_plan_of_regions_as_a_grid(
     )
 
 
+QUICK = ("--effort=0.02", "--keep=vision=2", "--keep=llm=8")
+
+
+def test_plan_chooses_and_shows_its_front(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(capsys, monkeypatch, *REGIONS, *QUICK)
+    chosen = [point for point in found["front"] if point["chosen"]]
+    assert [point["schedule"] for point in chosen] == [found["schedule"]]
+    assert chosen[0]["seconds"] == found["makespan"]
+    assert chosen[0]["bytes"] == max(found["peak_bytes"])
+    assert {"owners", "window", "recompute", "chunks", "units", "fits", "best"} < set(chosen[0])
+
+    small = planned(capsys, monkeypatch, *REGIONS, *QUICK, "--memory=12")
+    assert max(small["peak_bytes"]) <= 12 < max(found["peak_bytes"])
+    assert small["makespan"] > found["makespan"]
+
+    status, out, _ = said(capsys, monkeypatch, "plan", *REGIONS, *QUICK, "--memory=12")
+    assert status == 0
+    head, front = out.split(" schedules tried; > chosen, ")
+    assert f"\nschedule {small['schedule']}\n" in head
+    assert len(front.splitlines()) <= 15
+    assert [line.startswith(">") for line in front.splitlines()].count(True) == 1
+
+
+def test_what_recomputes_takes_longer_and_keeps_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*REGIONS, *QUICK, "--schedule=upfront/1f1b")
+    plain = planned(capsys, monkeypatch, *words)
+    again = planned(capsys, monkeypatch, *words, "--recompute=vision", "--recompute=llm")
+    assert again["makespan"] > plain["makespan"]
+    assert max(again["peak_bytes"]) < max(plain["peak_bytes"])
+    file = tmp_path / "table.txt"
+    file.write_text(again["rows"])
+    checked = planned(capsys, monkeypatch, file, "--check", *REGIONS[2:])
+    assert checked["makespan"] == again["makespan"]
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_check_says_what_is_broken(
     check: bool,
@@ -157,8 +196,9 @@ def test_check_says_what_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "table.txt"
-    rows = planned(capsys, monkeypatch, *REGIONS)["rows"]
-    file.write_text(rows.replace(" llm1.W1", ""))
+    rows = planned(capsys, monkeypatch, *REGIONS, "--schedule=upfront/1f1b")["rows"]
+    bare = "\n".join(line for line in rows.splitlines() if not line.startswith(("live", "sched")))
+    file.write_text(bare.replace(" llm1.W1", ""))
     broken = "complete: llm1.W1 is missing; add it to the row of rank 1"
     words = ("--json",) if check else ()
     status, out, err = said(capsys, monkeypatch, "plan", file, "--check", *words)
@@ -190,6 +230,9 @@ def test_plan_of_a_csv_of_actions(
         (("--region=llm=backbone:1",), "--ranks is missing"),
         ((*REGIONS, "--shard=llm"), "--shard llm is the backbone, which always is"),
         ((*REGIONS, "--shard=x"), "--shard x names no region; regions that can be sharded: vision"),
+        ((*REGIONS, "--recompute=x"), "--recompute x names no region; regions that can recompute:"),
+        ((*REGIONS, "--memory=9"), "--memory needs to know what is kept; say it with --keep"),
+        ((*REGIONS, "--memory=9", "--schedule=nested/1f1b"), "--memory is for --schedule auto"),
         ((*REGIONS, "--owners=all"), "--owners 'all' is unknown; write one of round_robin, slack"),
         ((*REGIONS, "--owners=0,1"), "--owners names 2 ranks for 4 microbatches"),
         ((*REGIONS, "--owners=0,1,2,0"), "--owners names rank 2; expected ranks of 0..1"),

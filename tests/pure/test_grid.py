@@ -8,6 +8,7 @@ from rich.console import Console
 from fxpipe.costs import Costs
 from fxpipe.cut import Kind
 from fxpipe.figures import figures
+from fxpipe.front import Point
 from fxpipe.grid import grid, window
 from fxpipe.marks import marks
 from fxpipe.simulate import simulate
@@ -166,12 +167,17 @@ def test_owners_fit_the_line() -> None:
 
 
 def test_front() -> None:
-    points = [
-        {"schedule": "nested/1f1b", "seconds": 32.5, "bytes": 7e9},
-        {"schedule": "nested/zb-h1", "seconds": 30.0, "bytes": 9e9},
-    ]
-    assert front(points, "nested/zb-h1") == (
-        "   schedule      seconds  bytes\n"
-        "   nested/1f1b      32.5  7e+09\n"
-        ">  nested/zb-h1       30  9e+09"
+    units = {"vision": 2, "llm": 4}
+    points = (
+        Point("nested/zb-h1", "free", 3, (), 1, 30.0, 9e9, units, best=True, chosen=True),
+        Point("stage/zb-h1", "", None, (), 1, 32.25, 9.5e9, units, fits=False),
+        Point("nested/1f1b", "free", 2, ("vision", "llm"), 1, 32.5, 7e9, units, best=True),
+    )
+    assert front(points) == (
+        "3 schedules tried; > chosen, * none is better in seconds and bytes\n"
+        "\n"
+        "                 seconds    bytes  vision  llm  chunks  window   recompute  owners  fits\n"
+        ">* nested/zb-h1       30    9e+09       2    4       1       3                free   yes\n"
+        "   stage/zb-h1     32.25  9.5e+09       2    4       1                                no\n"
+        " * nested/1f1b      32.5    7e+09       2    4       1       2  vision llm    free   yes"
     )
