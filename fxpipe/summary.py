@@ -14,7 +14,7 @@ def summary(found: Figures, width: int) -> str:
     return "\n".join(lines)
 
 
-def front(points: Sequence[Point], most: int = 13) -> str:
+def front(points: Sequence[Point], most: int = 12) -> str:
     """The points worth a look: > is the choice, * those that none beats in both time and memory."""
     listed = shown(points, most)
     known = any(point.bytes for point in points)
