@@ -38,7 +38,7 @@ def main() -> int:
     few = _FEW if given.quick or given.seeds else BASES
     look = Look(
         tuple(given.bases.split(",")) if given.bases else few,
-        given.effort * (0.2 if given.quick else 1.0),
+        given.effort * (0.3 if given.quick else 1.0),
         enough=0.01 if given.seeds else 0.005,
     )
     begun = time.perf_counter()

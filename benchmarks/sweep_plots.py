@@ -52,7 +52,8 @@ def _panels(
         panel.set_xlabel("encoder's share of all work, %")
         panel.grid(alpha=0.3)
     axes[0][0].set_ylabel(label)
-    axes[0][-1].legend(fontsize=7, title="generator g, microbatches M")
+    handles, labels = axes[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
