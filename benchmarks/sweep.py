@@ -27,7 +27,7 @@ from benchmarks.sweeping import BASES, Case, Look, Measured, measure
 
 RANKS, TIMES = (2, 4, 8, 16), (2, 4, 8)
 ENCODERS, GENERATORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.0, 0.5, 1.0, 2.0, 4.0)
-DRAWN = ((0.5, 0.0), (2.0, 0.0), (1.0, 1.0))  # encoder and generator where costs are drawn
+DRAWN = ((0.5, 0.0), (2.0, 0.0), (1.0, 1.0), (4.0, 1.0))  # encoder, generator; drawn costs
 _FEW = ("1f1b", "zb-h1", "zb-v")  # bases of short runs
 
 
