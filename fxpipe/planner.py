@@ -84,10 +84,7 @@ def plan(
     if not final:
         raise ScheduleError(nothing_fits([x.point for x in search.tried], search.live, memory))
     chosen = min(final, key=_rank)
-    done = [tried.choice for tried in final]
-    points = [tried.point._replace(chosen=tried is chosen) for tried in final]
-    points += [tried.point for tried in search.tried if tried.choice not in done]
-    return Planned(chosen.table, chosen.option.costs, with_best(points))
+    return Planned(chosen.table, chosen.option.costs, _front(search.tried, final, chosen))
 
 
 class _Tried(NamedTuple):
@@ -247,6 +244,13 @@ class _Search:
             if found and found.point.fits:
                 return [found]
         return []
+
+
+def _front(seen: Sequence[_Tried], final: Sequence[_Tried], chosen: _Tried) -> tuple[Point, ...]:
+    """All points; where a choice was derived again, the later one."""
+    done = [tried.choice for tried in final]
+    points = [tried.point._replace(chosen=tried is chosen) for tried in final]
+    return with_best([*points, *(tried.point for tried in seen if tried.choice not in done)])
 
 
 def _rank(tried: _Tried) -> tuple[object, ...]:
