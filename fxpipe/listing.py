@@ -60,6 +60,7 @@ class _State:
         # One more class, without end, for the ops that take no room: its number is ANY, the last.
         self.room = [list(room) for room in problem.room] + [[math.inf] * ranks]
         self.space = [problem.memory] * ranks
+        self.begun: set[int] = set()  # groups that have taken room
         self.open: list[list[int]] = [[] for _ in range(ranks)]
         self.heads = [0] * len(problem.queues)
         for queue in problem.queues:
@@ -89,12 +90,14 @@ class _State:
 
     def choose(self, rank: int) -> None:
         """Find the op that a rank would run next, and its key: start plus urgency."""
-        opens, weight, needs = self.problem.opens, self.problem.weight, self.problem.needs
+        problem, begun = self.problem, self.begun
+        opens, group, weight, needs = problem.opens, problem.group, problem.weight, problem.needs
         ready, urgency, room = self.ready, self.urgency, self.room
         free, space = self.free[rank], self.space[rank]
         best, chosen = math.inf, (0, 0.0)
         for op in self.open[rank] + self.front:
-            if room[opens[op]][rank] < weight[op] or needs[op] > space:
+            takes = 0 if group[op] in begun else weight[op]
+            if room[opens[op]][rank] < takes or needs[op] > space:
                 continue
             start = ready[op]
             if start < free:
@@ -109,7 +112,10 @@ class _State:
         problem = self.problem
         end = start + problem.seconds[op]
         self.starts[op], self.ranks[op], self.free[rank] = start, rank, end
-        self.room[problem.opens[op]][rank] -= problem.weight[op]
+        if problem.opens[op] != ANY and problem.group[op] not in self.begun:
+            self.room[problem.opens[op]][rank] -= problem.weight[op]
+            if problem.group[op] != ANY:
+                self.begun.add(problem.group[op])
         self.room[problem.closes[op]][rank] += 1
         self.space[rank] -= problem.takes[op]
         queue, unit = problem.queue[op], problem.unit[op]

@@ -16,9 +16,9 @@ from fxpipe.numbering import build
 from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import search
 
-_EFFORT = 60_000  # ops placed
+_EFFORT = 100_000  # ops placed
 _WINDOW = 20_000
-_WORTH = 0.005  # a wider window must end so much sooner, as a fraction
+_WORTH = 0.01  # a wider window must end so much sooner, as a fraction
 
 
 def nest(
@@ -60,27 +60,36 @@ def windowed(
     *,
     based: bool,
 ) -> Limits:
-    """The limits with the least window that is worth while: units of a region live on a rank.
+    """The limits with the least windows that are worth while: units of a region live on a rank.
 
     A window is tried out on as many microbatches as make a steady state, so that it does not
     depend on how many there are: too small a one deadlocks, and a wider one than needed holds
-    memory for nothing.
+    memory for nothing. A generator's, whose backward follows its forward, is tried last.
     """
     if limits.modality < math.inf:
         return limits
     each = max(1, sum(len(stage.kinds) for stage in cut.stages))
     few = min(microbatches, max(2 * cut.ranks, min(4 * cut.ranks, _WINDOW // each)))
-    best = math.inf
-    for window in range(1, few + 1):
-        tried = replace(limits, modality=window)
-        found = search(cut, problem(tried, few), effort=_WINDOW, based=based)
-        if not found:
-            continue
-        end = found[0].listed.end
-        if end > best * (1 - _WORTH):
-            return replace(limits, modality=window - 1)
-        best = end
-    return limits
+
+    def end(limits: Limits) -> float:
+        found = search(cut, problem(limits, few), effort=_WINDOW, based=based)
+        return found[0].listed.end if found else math.inf
+
+    limits = _least(replace(limits, generator=1), "modality", few, end)
+    return _least(limits, "generator", int(min(few, limits.modality)), end)
+
+
+def _least(limits: Limits, name: str, most: int, end: Callable[[Limits], float]) -> Limits:
+    """The limits with the least number that a larger one does not improve on."""
+    best, chosen = math.inf, limits
+    for window in range(1, most + 1):
+        tried = replace(limits, **{name: window})
+        found = end(tried)
+        if found < best * (1 - _WORTH):
+            best, chosen = found, tried
+        elif best < math.inf:
+            break
+    return chosen
 
 
 def limits_of(live: Mapping[str, int] | None, chunks: int, memory: float) -> Limits:

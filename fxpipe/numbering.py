@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypedDict
 
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Stage
@@ -32,9 +33,6 @@ def build(
     for op, values in enumerate(reads):
         for value in values:
             read_by[value].append(op)
-    limits = limits or Limits()
-    classes, room = limits.classes(cut)
-    first, last = _ends(cut)
     return Problem(
         ranks=cut.ranks,
         ops=numbers.ops,
@@ -47,11 +45,33 @@ def build(
         delay=[costs.transfer(op) for op in numbers.ops],
         queues=numbers.queues(home, base),
         pools=pools(units, numbers.ops, home),
-        opens=[classes[op.stage] if first.get(op[:2]) else ANY for op in numbers.ops],
-        closes=[classes[op.stage] if last.get(op[:2]) else ANY for op in numbers.ops],
-        weight=_weights(cut, numbers.ops, apart=isinstance(limits.sharded, Mapping)),
-        room=room,
         size=numbers.sizes(costs),
+        **_room(cut, numbers.ops, limits or Limits()),
+    )
+
+
+class _Room(TypedDict):
+    opens: list[int]
+    closes: list[int]
+    group: list[int]
+    weight: list[int]
+    room: list[list[float]]
+    memory: float
+
+
+def _room(cut: Cut, ops: Sequence[Op], limits: Limits) -> _Room:
+    """What bounds activations (see `Problem`)."""
+    classes, room = limits.classes(cut)
+    first, last = _ends(cut)
+    group, weight = [ANY] * len(ops), [1] * len(ops)
+    if not isinstance(limits.sharded, Mapping):
+        group, weight = _groups(cut, ops)
+    return _Room(
+        opens=[classes[op.stage] if first.get(op[:2]) else ANY for op in ops],
+        closes=[classes[op.stage] if last.get(op[:2]) else ANY for op in ops],
+        group=group,
+        weight=weight,
+        room=room,
         memory=limits.memory,
     )
 
@@ -66,16 +86,19 @@ def _ends(cut: Cut) -> tuple[dict[tuple[str, Kind], bool], dict[tuple[str, Kind]
     return first, last
 
 
-def _weights(cut: Cut, ops: Sequence[Op], *, apart: bool) -> list[int]:
-    """Room that an op takes, if it opens: that of all stages of its region on its rank, if it is of
-    the first of them, and none if it is of another one. apart: each stage has room of its own."""
-    if apart:
-        return [1] * len(ops)
-    places = Counter((stage.region, stage.rank) for stage in cut.stages)
-    weight: dict[str, int] = {}
-    for stage in cut.stages:
-        weight[stage.name] = 1 if stage.rank is None else places.pop((stage.region, stage.rank), 0)
-    return [weight[op.stage] for op in ops]
+def _groups(cut: Cut, ops: Sequence[Op]) -> tuple[list[int], list[int]]:
+    """For each op the number of its group, the ops of one region and microbatch on one rank, and
+    the stages of it; ANY where there is only one."""
+    places = Counter((stage.region, stage.rank) for stage in cut.stages if stage.rank is not None)
+    found: dict[tuple[str, int | None, int | None], int] = {}
+    groups, weights = [], []
+    for op in ops:
+        stage = cut.stage[op.stage]
+        count = 0 if stage.rank is None else places[stage.region, stage.rank]
+        key = (stage.region, stage.rank, op.mb)
+        groups.append(found.setdefault(key, len(found)) if count > 1 else ANY)
+        weights.append(max(1, count))
+    return groups, weights
 
 
 class _Numbers:

@@ -38,7 +38,7 @@ def slack(
     filled = [0.0] * ranks
     for at, mb in enumerate(alone):
         owners[mb] = at
-    for mb in range(0, alone.start) if backward else range(alone.stop, count):
+    for mb in range(alone.start) if backward else range(alone.stop, count):
         need = seconds[mb]
         fits = [rank for rank in range(ranks) if 0 < need + filled[rank] <= idle[rank] * _FULL]
         if fits:

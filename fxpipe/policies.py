@@ -1,11 +1,12 @@
 """Policies: how urgent list scheduling takes each op to be, and the ones to begin with.
 
-The portfolios were learned: on a few hundred sketches of models (2 to 8 ranks, encoders and
-generators of 1/4 to 4 forwards of a backbone stage, with base rows and without) the best policy of
-a long search was kept, and of those the few that together come nearest to the best everywhere
-(`benchmarks/policies.py`). Costs and cuts are new each time, so they are where a search starts.
+The portfolios were learned (`benchmarks/policies.py`): on a few hundred sketches of models (2 to 8
+ranks, encoders and generators of 1/4 to 4 forwards of a backbone stage, with base rows and without)
+the best policies of long searches were kept, and of those the few that together come nearest to the
+best everywhere. Cuts and costs are new each time, so they are where a search begins.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -82,8 +83,6 @@ class Policy:
                     found |= {"drift": float(amount), "grouped": bool(grouped)}
                 case ["noise", amount, seed]:
                     found |= {"noise": float(amount), "seed": int(seed)}
-                case ["p", amount]:
-                    found["patience"] = float(amount)
                 case [name, amount]:
                     found[name] = float(amount)
         return Policy(dict(zip(_SORTS, map(float, weights.split()), strict=True)), **found)
@@ -135,61 +134,79 @@ _SINGLE = ("drift", "grouped", "tilt", "noise", "patience", "seed")
 
 
 def _portfolio(text: str) -> tuple[Policy, ...]:
-    return tuple(map(Policy.parse, text.strip().splitlines()))
+    """The policies of lines; one that begins with a bar goes on."""
+    return tuple(map(Policy.parse, re.sub(r"\n\s*\|", " |", text).strip().splitlines()))
 
 
-# Weights of F, B and W of encoders, backbone and generators. Free: all rows are to be found.
-# Based: base rows are given. The first of each is for time as it runs, the other
-# for time turned around.
+# Weights of F, B and W of encoders, backbone and generators, and what is not as usual. Free: all
+# rows are to be found; based: base rows are given. The first of each is for time as it runs, the
+# second for time turned around.
 FREE = (
     _portfolio(
         """
-0 8.5 8.5 0.3 8.7 -0.5 12 8.6 9.6 | early eW+5.2 | late bB-8 gF-2.4 gB-0.8 bF-1.1 | drift 0.2 | p 0.01
-0.7 11.1 11.1 -0.1 2.1 8.2 2.3 -0.9 0.1 | early bB-7.7 | late eF-1 gF+1.5 | drift 0.5 grouped | p 0.01
-3.5 2.5 2.5 1.5 0 4 1.5 -0.5 0.5 | p 0.25
-6.2 18.8 18.8 -13.2 1.4 6.6 4.8 -2.5 -1.5 | early bW+1.5 | late bF-2.9 gF-1.1 | drift 1 grouped | p 0.01
-3.3 0 0 -1.8 -1.9 -3.6 -3.3 1 2 | late eF-1.7 eW+1.3 bB-0.6 bF-2.6 | drift 0.2 | p 0.25
-5.2 0.8 0.8 0.7 -1.7 0.8 -1.1 -0.5 0.5 | early gF+2.4 | drift 1 | tilt 0.3 | p 0.25
-5.8 6.5 6.5 -2.8 -1.8 -3.5 0.2 4.1 5.1 | late eF-1.8 | p 0.1
--7.8 4.4 4.4 0 2.9 9.4 4.5 -1.6 -0.6 | late bB+0.9 | drift 0.5 grouped | p 0.5
+0.7 11.1 11.1 -0.6 3.7 7.9 2.3 -0.9 0.1 | early bB-7.7 | late eF-1 bF-1.2 | drift 0.5 grouped
+    | patience 0.01
+1.6 18.5 18.5 -13.2 0.8 6.6 5.9 -2.5 -1.5 | drift 1 grouped | patience 0.01
+7.4 3.7 3.7 -4.4 -3.4 8.3 8.4 0.7 1.7 | patience 0.1
+9.1 2.1 2.1 -1.3 0.6 9.5 3.2 -1.8 -0.8 | early bF+8.9 eW+1.5 | late eF-6.8 bF+0.5 | drift 0.2
+    | patience 0.01
+5 20.6 20.6 2.2 -1.4 7.7 4.9 -3.8 -2.8 | early bW+1.5 | late gF-1.1 | drift 1 grouped
+    | patience 0.01
+3.3 0 -0 -1.8 -1.9 -3.6 -3.3 1 2 | late eF-1.7 eW+1.3 bB-0.6 bF-2.6 | drift 0.2 | patience 0.25
+-2.1 12.7 12.7 -2.4 2.1 7.5 2.7 -4.9 -3.9 | early eW+1.3 | late bF-2.4 eF-3.5 | drift 0.5
+    | patience 0.1
+0.5 19.9 19.9 -14.8 3.8 6.1 3 -3.5 -2.5 | late gF-1.7 eF-0.8 | drift 1 | tilt 0.3 | patience 0.01
+-6.1 0.8 0.8 -8 0 7.3 -2.4 -1.4 -0.4 | early bF-4.4 bB-6.6 gB-2.6 gF+1.1 | late gB-9.8 bB-3
+    | drift 0.5 | patience 0.1
+0.6 8.9 8.9 -4.9 0.6 11.9 4.6 -2 -1 | late gF+5.3 | patience 0.25
 """
     ),
     _portfolio(
         """
-5.8 0.3 0.3 0 -0.3 0.9 -3.6 1.7 2.7 | late gB+2.2 | noise 0.5 312 | p 0.1
-5.2 -0.5 -0.5 -0.2 -0.8 5 -2.3 5 6 | early bF-4.7 | p 0.01
-4.3 0.3 0.3 0.1 -0.3 -0.5 -5 4.7 5.7 | early bB-5.9 | drift 0.2 grouped | p 0.25
-5.1 0.5 0.5 -2.6 -0.4 0.4 1.8 5.4 6.4 | drift 0.5 | p 0.01
-6 0.1 0.1 -5 -6.2 4.2 3.1 3.8 4.8 | late gB-2.1 | p 0.01
-8.3 9.4 9.4 -2.8 -0.9 3.8 -5.8 0.4 1.4 | early bF-1.9 | p 0.25
-40.6 5.4 5.4 0.3 4 5.5 4.5 20.9 21.9 | late eW-7.6 | drift 0.5 | tilt -0.3 | p 0.01
-7.7 1.9 1.9 -0.4 -3.4 0.9 -0.7 4.9 5.9 | tilt 0.3 | p 0.1
+7.7 1.9 1.9 -0.4 -3.4 0.9 -0.7 4.9 5.9 | early bW+1.5 | late bB+0.8 | tilt 0.3 | patience 0.1
+5.2 -0.5 -0.5 -0.2 -0.8 5 -2.3 5 6 | early bF-4.7 | late eW-3.7 | patience 0.01
+6 1.3 1.3 1.4 -1.1 0.4 2.8 4.1 5.1 | drift 0.5 | patience 0.01
+6.7 1.6 1.6 -2.6 -1.5 -0.4 2.9 5.4 6.4 | early bB+5.8 | drift 0.5 | patience 0.1
+2.8 2.6 2.6 -0.5 2.3 0.7 1.3 4.1 5.1 | early eF+0.2 | late eW-1.5 eF+0.5 | tilt -0.1 | patience 0.25
+4.6 0.1 0.1 0.2 0.9 2.1 -1.5 1.8 2.8 | early bB-8.4 bF-1.2 | late gB-3 bB-5.1 | patience 0.01
+5.1 3.3 3.3 -0.1 -3.7 -1.2 1.5 5.8 6.8 | early eF+1.9 | late bF+3.4 gF+1 | patience 0.25
+8.9 -1.1 -1.1 1.8 -3.8 0.2 1.8 4.5 5.5 | early bW+1.6 | drift 0.5 | tilt -0.3 | noise 0.5 0
+    | patience 0.01
+5.8 1.2 1.2 -0.4 -0.3 -0.5 -5 2.5 3.5 | early gB-2.4 | late bB-2.7 | patience 0.1
+5.2 2.5 2.5 0.7 -0.8 1 -2.3 6.5 7.5 | early bF-4.7 | late bB-2.7 | drift 0.2 | patience 0.1
 """
     ),
 )
 BASED = (
     _portfolio(
         """
-3.5 2.5 2.5 -2.4 0.7 0.5 2.4 0.8 1.8 | early gF+2.2 | p 0.01
--2 5.1 5.1 -4.6 1.6 0.3 4 0.3 1.3 | early bF+1.4 | late gF+0.3 eF-2.2 | p 0.25
-2.4 2.8 2.8 -0.4 -2.5 2.1 3.7 5.6 6.6 | early gB-1.4 bB-7.1 eW+3.9 | late gF+0.9 gB-1.9 | drift 0.2 | noise 1.5 643 | p 0.1
--3.2 3 3 -2 -6.7 0.5 -0.5 -5.1 -4.1 | early bF-1.2 | late eF-0.2 | drift 0.2 grouped | noise 1.5 523 | p 0.01
-11.1 7.3 7.3 -2.2 1.2 5 5.3 2.2 3.2 | early bF+2.2 | late eF-1.8 | drift 0.2 | p 0.1
--0.6 3.3 3.3 1.5 -1.1 -0.6 4.6 0.6 1.6 | p 0.5
-2.6 8.5 8.5 -0.3 -1 5.9 10.4 -2.4 -1.4 | late eF-5 | p 0.5
--15.9 0.4 0.4 -2.4 0 9 1.7 0.6 1.6 | early bB-4.9 | late bB-5.8 | p 0.25
+5.1 7.6 7.6 0.8 -0.4 2 4.2 0.6 1.6 | patience 0.01
+0.1 9.4 9.4 -3.2 2.5 -8 3.1 3.5 4.5 | early gF+2.3 eW+1.6 | late gB-2.4 eF+2 | drift 0.5 grouped
+    | patience 0.1
+1.7 5.9 5.9 1.8 0.3 2.6 5.2 1.7 2.7 | early bB-4 | late gF-1.1 bF+0.6 | drift 0.2 grouped
+    | tilt 0.1 | patience 0.5
+2.6 10 10 0.4 -2.1 2.6 3.5 -2 -1 | early bB-3.5 bF+1 | late bF-5.4 gF+0.3 eF-2.2 | patience 0.1
+11.1 1.2 1.2 -3.4 -6.6 0.2 -2.4 -12.8 -11.8 | early bW-8.2 eF-5.1 | late bB-5.3 gF+1.7 bF+1
+    | drift 0.2 | patience 0.1
+-0.9 9.3 9.3 0.8 -1.1 -2.8 4.6 1.8 2.8 | patience 0.1
+3.7 6.7 6.7 -0.3 -0.3 4.1 4.1 -0.1 0.9 | late bB+3.4 eF-2.2 | patience 0.5
+-1.6 5.8 5.8 -3 -1.5 2.9 1.7 3.7 4.7 | patience 0.01
+3.4 5.6 5.6 1.2 0 0.6 2.9 -1.6 -0.6 | drift 0.5 | patience 0.01
+1.2 10 10 0.1 0.8 -10.1 1.9 1.7 2.7 | early bB-5.2 | late eF-1.7 bF-0.4 | drift 0.5 | patience 0.1
 """
     ),
     _portfolio(
         """
-3 2.3 2.3 -0.7 -2.6 0.4 1.6 3.8 4.8 | late gB+2.9 bB-0.9 | tilt 0.1 | p 0.1
-11.4 1.9 1.9 -1.6 -0.2 5.9 -1.1 10.7 11.7 | late bF+0.8 | p 0.01
-4.1 6.9 6.9 0 0.1 0.7 -1.3 2 3 | tilt 0.1 | p 0.25
-7.9 -1.7 -1.7 0.5 -3 7.7 -5 6.3 7.3 | p 0.1
-6.8 4.2 4.2 0.3 0.8 1 0.3 5.3 6.3 | p 0.01
--2.1 6.6 6.6 -5.2 5.8 -0.7 -1.6 -6.6 -5.6 | late bF-14.1 | drift 0.5 grouped | p 1
-8.1 1.7 1.7 -2.1 -1.7 -0.5 -2 3.9 4.9 | early eW-2.6 bW-1.7 bB-4.1 | late eW+0.5 | tilt 0.1 | noise 1.5 287 | p 0.25
-5.4 1.2 1.2 -0.1 0.6 -1.1 -1.4 5.8 6.8 | drift 0.2 grouped | p 0.5
+6.8 2.1 2.1 0 0.8 1.2 -3.7 4.2 5.2 | late gB+2.2 bF+4.8 | patience 0.1
+3.7 1.6 1.6 0.8 0.2 -0.5 -6 2.8 3.8 | early bB-5.9 | patience 0.25
+5.4 1.2 1.2 -0.1 0.6 -1.1 -1.4 5.8 6.8 | patience 0.5
+40.6 5.4 5.4 -1.3 4 5.5 4.5 20.9 21.9 | drift 0.5 | patience 0.01
+5.8 -3.7 -3.7 -1.6 -2.6 0.2 -20 1.4 2.4 | late bB+1.8 | drift 0.5 | patience 0.25
+3.4 0.3 0.3 0.1 -1.4 -1.3 -3.9 4.7 5.7 | drift 0.2 | noise 1.5 0 | patience 0.25
+4.4 7.3 7.3 0 2.5 0.3 -3.1 2.8 3.8 | drift 0.2 grouped | patience 0.01
+5.1 0.5 0.5 -2.6 -0.4 0.2 1.6 4.5 5.5 | late gB-2.5 | drift 0.5 | patience 0.01
+11.6 0.9 0.9 -1.6 -0.2 5.9 -1.1 10.8 11.8 | late bF+0.8 gB+3.7 | patience 0.01
+2.9 1.4 1.4 -1.2 5.1 5.1 0.2 15.9 16.9 | late bF-4.6 eW+4.1 gF-3 | patience 0.01
 """
     ),
 )

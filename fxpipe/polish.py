@@ -124,10 +124,13 @@ class _State:
         """Whether a rank has room for its row."""
         problem = self.problem
         room = [of[rank] for of in problem.room] + [math.inf]
-        space = problem.memory
+        space, begun = problem.memory, set[int]()
         for op in row:
-            kind = problem.opens[op]
-            room[kind] -= problem.weight[op]
+            kind, group = problem.opens[op], problem.group[op]
+            if kind != ANY and group not in begun:
+                room[kind] -= problem.weight[op]
+                begun.add(group)
+                begun.discard(ANY)
             if room[kind] < 0 or problem.needs[op] > space:
                 return False
             space -= problem.takes[op]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxpipe.cut import Cut, Kind, Stage
+from fxpipe.cut import Cut, Kind, Role, Stage
 from fxpipe.table import Op
 
 ANY = -1  # an op without a home, a unit or a class
@@ -26,9 +26,9 @@ class Problem:
     ops. seconds: of the op; delay: of a transfer of its value. queues: lists of ops that run in
     this order, those of a queue on one rank. pools: lists of the first ops of units without a home.
     opens, closes: the class of which the op takes or returns room; room: of each class on each
-    rank. An op that closes returns one unit; one that opens takes `weight`: where a rank has
-    several stages of a region, the first one takes room for all of them, or none might be left for
-    the later ones. size: bytes taken with it; memory: bytes of each rank.
+    rank. An op that closes returns one unit. Where a rank has several stages of a region, the first
+    op of a microbatch there takes room for all of them, or none might be left for the others: the
+    first of a `group` takes `weight`. size: bytes taken with it; memory: bytes of each rank.
     """
 
     ranks: int
@@ -44,6 +44,7 @@ class Problem:
     pools: list[list[int]]
     opens: list[int]
     closes: list[int]
+    group: list[int]
     weight: list[int]
     room: list[list[float]]
     size: list[float]
@@ -117,11 +118,13 @@ class Problem:
 class Limits:
     """How many units a rank may hold, and how many bytes.
 
-    modality: of each replicated region; sharded: of all sharded stages of one region together, or,
-    where a mapping, of single stages; memory: bytes of everything that is kept.
+    modality: of each replicated region; generator: of those that are generators; sharded: of all
+    sharded stages of one region together, or, where a mapping, of single stages; memory: bytes of
+    everything that is kept.
     """
 
     modality: float = math.inf
+    generator: float = math.inf
     sharded: float | Mapping[str, float] = math.inf
     memory: float = math.inf
 
@@ -135,13 +138,14 @@ class Limits:
             name = f"stage {stage.name}" if single else f"region {stage.region}"
             if name not in number:
                 number[name] = len(room)
-                room.append([self._of(stage)] * cut.ranks)
+                room.append([self._of(stage, cut.role(stage.name))] * cut.ranks)
             of[stage.name] = number[name]
         return of, room
 
-    def _of(self, stage: Stage) -> float:
+    def _of(self, stage: Stage, role: Role) -> float:
         if stage.rank is None:
-            return self.modality
+            bound = self.generator if role is Role.GENERATOR else math.inf
+            return min(self.modality, bound)
         if isinstance(self.sharded, Mapping):
             return self.sharded.get(stage.name, math.inf)
         return self.sharded

@@ -40,7 +40,7 @@ def search(
     """
     first, second = (BASED, FREE) if based else (FREE, BASED)
     sides = [
-        _Side(cut, problem, backwards, (*first[backwards], *second[backwards]))
+        Side(cut, problem, backwards, (*first[backwards], *second[backwards]))
         for backwards in (False, True)
     ]
     chance = Random(seed)
@@ -57,7 +57,7 @@ def search(
     return sorted((side.found() for side in found), key=lambda found: found.listed.end)
 
 
-class _Side:
+class Side:
     """The tries in one direction of time, and the best of them."""
 
     def __init__(
