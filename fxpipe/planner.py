@@ -27,6 +27,7 @@ _FEWEST = 2  # choices that are looked at, whatever it takes
 _FURTHER = 2  # how much more is looked at where nothing fits
 _BEST = 4  # bases that are tried with recompute, beside those of the front
 _SMALL = 100  # ops below which a search comes to its end sooner
+_LARGE = 20_000  # ops above which all effort is hardly more than a glance
 _PLACED, _NEST, _FREE = 4, 60_000, 350_000  # ops that a table takes, and a search of effort 1
 
 Lay = Callable[[str, int], Option | None]  # by schedule and chunks; None if it cannot be had
@@ -221,11 +222,15 @@ class _Search:
         fitting = sorted((tried for tried in self.tried if tried.point.fits), key=_rank)
         free = next((tried for tried in fitting if tried.choice.base == AUTO), None)
         based = next((tried for tried in fitting if tried.choice.base != AUTO), None)
-        final = [self.harder(free, self.effort)] if free else []
-        if based and not free:
-            final.append(self.harder(based, self.effort))
-        elif based and based.point.seconds <= _CLOSE * final[0].point.seconds:
-            final.append(self.harder(based, _BASE * self.effort))
+        if free is None or based is None:
+            return [self.harder(tried, self.effort) for tried in fitting[:1]]
+        final = [based]
+        ops = sum(map(len, free.table.rows))
+        if ops < _LARGE or free.point.seconds <= _CLOSE * based.point.seconds:
+            final.append(self.harder(free, self.effort))
+        best = min(tried.point.seconds for tried in final)
+        if based.point.seconds <= _CLOSE * best:
+            final[0] = self.harder(based, _BASE * self.effort)
         return final
 
     def harder(self, tried: _Tried, effort: float) -> _Tried:
