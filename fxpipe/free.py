@@ -14,7 +14,7 @@ from fxpipe.polish import polish
 from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
-SEARCH, POLISH = 120_000, 150_000  # ops placed, and ops looked at for each direction of time
+SEARCH, POLISH = 160_000, 100_000  # ops placed, and ops looked at for each direction of time
 
 
 class Freed(NamedTuple):

@@ -44,11 +44,16 @@ def nest(
         given = {region: tuple(of)[:microbatches] for region, of in (owners or {}).items()}
         return build(cut, microbatches, costs, base=base(microbatches), owners=given, limits=limits)
 
-    limits = windowed(cut, microbatches, problem, limits, based=True)
-    whole = problem(limits, microbatches)
-    found = search(cut, whole, effort=int(_EFFORT * effort), based=True)
-    if not found:
-        raise ScheduleError(f"no order of the units keeps to {limits}; allow more")
+    tried = windowed(cut, microbatches, problem, limits, based=True)
+    while True:
+        whole = problem(tried, microbatches)
+        found = search(cut, whole, effort=int(_EFFORT * effort), based=True)
+        if found:
+            break
+        if limits.modality < math.inf or tried.modality > microbatches:
+            raise ScheduleError(f"no order of the units keeps to {limits}; allow more")
+        # A base that holds all microbatches needs as many units of them.
+        tried = replace(tried, modality=2 * tried.modality, generator=2 * tried.generator)
     return whole.rows(found[0].listed.ranks, found[0].listed.starts)
 
 

@@ -16,9 +16,9 @@ from fxpipe.listing import Listed, listing
 from fxpipe.policies import BACKWARDS, BASED, FORWARDS, FREE, Policy, Sort, draw, vary
 from fxpipe.problem import Problem
 
-_FRESH = 0.1  # of the tries: a new policy, and not a variation
+_FRESH = 0.2  # of the tries: a new policy, and not a variation
 _ELITE = 3  # policies that variations are made of
-_BOTH = 0.6  # of the effort: both directions of time, then the better one alone
+_BOTH = 0.8  # of the effort: both directions of time, then the better one alone
 _LEAST = 1000  # ops, however little effort is asked for
 
 
