@@ -132,29 +132,18 @@ def derive(
     each replicated region) and "llm" (microbatches of a rank's share) on a rank. memory: bytes.
     effort: how long a nested placement looks for its order; 1 is usual, about a second.
     """
-    placement, name = asked = Schedule.parse(schedule)
-    _check(cut, microbatches, placement)
+    asked = Schedule.parse(schedule)
+    _check(cut, microbatches, asked.placement)
     costs = costs or Costs.uniform(cut)
-    match placement:
+    match asked.placement:
         case "upfront" | "transpose":
-            owners = owners or ("round_robin" if placement == "upfront" else "slack")
+            rule = owners or ("round_robin" if asked.placement == "upfront" else "slack")
             table = Table(cut, base_rows(cut, microbatches, schedule))
-            rows = at_ends(table, microbatches, costs, owners, turn=generators_return(cut))
+            rows = at_ends(table, microbatches, costs, rule, turn=generators_return(cut))
         case "nested":
-            given = _owners(cut, microbatches, name, costs, owners)
+            given = _owners(cut, microbatches, asked.base, costs, owners)
             limits = limits_of(live, chunks_of(cut), memory)
-            if name == AUTO:
-                rows = _free(cut, microbatches, costs, given, limits, effort)
-            else:
-                rows = nest(
-                    cut,
-                    microbatches,
-                    costs,
-                    lambda count: base_rows(cut, count, schedule),
-                    owners=given,
-                    limits=limits,
-                    effort=effort,
-                )
+            rows = _nested(cut, microbatches, asked, costs, given, limits, effort)
         case _:
             rows = base_rows(cut, microbatches, schedule)
     return stated(Table(cut, rows, str(asked)))
@@ -217,15 +206,23 @@ def _breadth(asked: Base) -> Base:
     return base("gpipe" if asked.chunks == 1 else "looped-bfs")
 
 
-def _free(
+def _nested(
     cut: Cut,
     microbatches: int,
+    asked: Schedule,
     costs: Costs,
     owners: Owners | None,
     limits: Limits,
     effort: float,
 ) -> Rows:
-    """The best rows within limits; by default as many microbatches as 1F1B would hold."""
+    """The rows with everything in them. The base auto holds, unless limits say otherwise, as many
+    microbatches as 1F1B would."""
+    if asked.base != AUTO:
+
+        def base(count: int) -> Rows:
+            return base_rows(cut, count, str(asked))
+
+        return nest(cut, microbatches, costs, base, owners=owners, limits=limits, effort=effort)
     if limits == Limits():
         ahead = 2 if generators_return(cut) else 1
         limits = Limits(sharded=ahead * cut.ranks * chunks_of(cut))
