@@ -28,6 +28,7 @@ from fxpipe.table import Op, Table, live_units
 BASES = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v")
 BASELINES = ("stage", "ends", "upfront", "transpose")
 FREE_ORDERS = {"auto": "auto", "auto/loop": "nested/interleaved", "auto/v": "nested/zb-v"}
+PUBLISHED = "published"  # upfront on 1F1B whose backward is one op, as its authors run it
 WINDOW = 3  # units of an encoder, and of a generator, on a rank
 _SPREAD = math.log(10) / (2 * 1.6449)  # of the logarithm: tenfold from the 5 % to the 95 % quantile
 _NARROWED = 2  # bases whose window is tried again if it is over the cap
@@ -111,6 +112,8 @@ def measure(case: Case, look: Look) -> Measured:
         for name in look.bases
         for placement in (*BASELINES, "nested")
     }
+    published = _Setting(case, look.effort, whole=True)
+    runs[PUBLISHED] = published.run("upfront/1f1b")
     measured = Measured(case, setting.bound, runs)
     if case.times < 4:
         return measured
@@ -144,9 +147,9 @@ def _fastest(runs: Mapping[str, Run], *, capped: bool) -> str | None:
 class _Setting:
     """The cuts and costs of a case."""
 
-    def __init__(self, case: Case, effort: float) -> None:
+    def __init__(self, case: Case, effort: float, *, whole: bool = False) -> None:
         self.case, self.effort = case, effort
-        self.sketches = tuple(_sketches(case))
+        self.sketches = tuple(_sketches(case, (2.0,) if whole else (1.0, 1.0)))
         scale = {} if case.seed is None else {"vision": factors(case.microbatches, case.seed)}
         self.rates = Rates(scale=scale)
         cut, costs = self.of("nested/1f1b")
@@ -214,9 +217,9 @@ class _Setting:
         return math.fsum(costs.compute(Op(*name, mb)) for name in kinds for mb in mbs)
 
 
-def _sketches(case: Case) -> Iterator[Sketch]:
+def _sketches(case: Case, backward: tuple[float, ...]) -> Iterator[Sketch]:
     yield Sketch("vision", Role.ENCODER, case.encoder, (2 * case.encoder,))
-    yield Sketch("llm", Role.BACKBONE, 1.0, (1.0, 1.0))
+    yield Sketch("llm", Role.BACKBONE, 1.0, backward)
     if case.generator:
         yield Sketch("image", Role.GENERATOR, case.generator, (2 * case.generator,))
 

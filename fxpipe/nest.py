@@ -16,7 +16,7 @@ from fxpipe.numbering import build
 from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import search
 
-_EFFORT = 100_000  # ops placed
+_EFFORT = 200_000  # ops placed
 _WINDOW = 20_000
 _WORTH = 0.01  # a wider window must end so much sooner, as a fraction
 
