@@ -9,6 +9,7 @@ with an error, they break theirs, and everybody raises what the store says.
 """
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from fxpipe.table import Table
 T = TypeVar("T")
 _FAILURE = "fxpipe/failure"
 _SEEN = "fxpipe/seen"
+_TABLE = "fxpipe/table"
 _PATIENCE = 5.0  # seconds that a rank waits for news about a failure
 
 
@@ -48,13 +50,16 @@ class Distributed:
         everyone = tuple(range(self.ranks))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {everyone: whole}
         self._known = {everyone}
+        self._tables: list[Table] = []
         self._edges: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
         self._wire = Wire(self._rank, self.device.device, self._groups, self._channels)
 
     def connect(self, table: Table) -> None:
         """Open groups and channels in one sorted order, and use each once: libraries connect at
-        the first use, and in the middle of a step that can time out or deadlock."""
+        the first use, and in the middle of a step that can time out or deadlock. Raises RankError
+        if another rank has another table."""
+        self._agree(table)
         groups = {table.cut.ranks_of(stages) for stages in table.cut.groups.values()}
         for ranks in sorted(groups - self._known):
             self._known.add(ranks)
@@ -67,6 +72,22 @@ class Distributed:
             if (source, target) not in self._edges:
                 self._edges.add((source, target))
                 self._open(source, target)
+
+    def _agree(self, table: Table) -> None:
+        """Every rank derives its table for itself, and they must be equal."""
+        if any(known is table for known in self._tables):
+            return
+        store, number = self._whole.get_group_store(), len(self._tables)
+        self._tables.append(table)
+        digest = hashlib.sha256(str(table).encode()).hexdigest()
+        store.set(f"{_TABLE}/{number}/{self._rank}", digest)
+        found = [store.get(f"{_TABLE}/{number}/{r}").decode() for r in range(self.ranks)]
+        other = next((rank for rank, its in enumerate(found) if its != digest), None)
+        if other is not None:
+            raise RankError(
+                f"ranks {self._rank} and {other} have different tables; give all ranks the same "
+                "model, batch, schedule and costs, and the same version of Python"
+            )
 
     def run(self, body: Callable[[int, Transport], T]) -> Mapping[int, T]:
         """Run this process's rank."""

@@ -43,9 +43,10 @@ def check_apart(table: Table, variants: "Variants") -> None:
     """A backward may run on another rank than its forward only if nothing at all is kept for it.
     Raises ScheduleError."""
     for stage in table.cut.stages:
+        if table.cut.keeps(stage.name) or len(stage.kinds) < 2:
+            continue
         graphs = [variant[stage.name] for variant in variants]
-        keeps_nothing = not any(x.kept_b or x.kept_w for x in graphs)
-        if keeps_nothing or table.cut.keeps(stage.name) or len(stage.kinds) < 2:
+        if not any(x.kept_b or x.kept_w for x in graphs):
             continue
         for mb in range(table.microbatches):
             forward, back = (Op(stage.name, kind, mb) for kind in stage.kinds[:2])

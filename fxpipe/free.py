@@ -14,6 +14,7 @@ from fxpipe.polish import polish
 from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
+TRIES = 1000  # more are not made, however few ops there are
 SEARCH, POLISH = 160_000, 100_000  # ops placed, and ops looked at for each direction of time
 
 
@@ -41,9 +42,11 @@ def free(
 
     limits = windowed(cut, microbatches, problem, limits or Limits(), based=False)
     whole = problem(limits, microbatches)
+    placed = min(SEARCH, TRIES * len(whole.ops))
+    looked = min(POLISH, TRIES * len(whole.ops))
     tries = [
-        polish(whole, _numbers(whole, found), effort=int(POLISH * effort))
-        for found in search(cut, whole, effort=int(SEARCH * effort))
+        polish(whole, _numbers(whole, found), effort=int(looked * effort))
+        for found in search(cut, whole, effort=int(placed * effort))
     ]
     if not tries:
         return None

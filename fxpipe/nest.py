@@ -17,6 +17,7 @@ from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import search
 
 _EFFORT = 200_000  # ops placed
+_TRIES = 300  # more are not made, however few ops there are
 _WINDOW = 20_000
 _WORTH = 0.01  # a wider window must end so much sooner, as a fraction
 
@@ -47,7 +48,8 @@ def nest(
     tried = windowed(cut, microbatches, problem, limits, based=True)
     while True:
         whole = problem(tried, microbatches)
-        found = search(cut, whole, effort=int(_EFFORT * effort), based=True)
+        placed = min(_EFFORT, _TRIES * len(whole.ops))
+        found = search(cut, whole, effort=int(placed * effort), based=True)
         if found:
             break
         if limits.modality < math.inf or tried.modality > microbatches:
@@ -77,7 +79,9 @@ def windowed(
     few = min(microbatches, max(2 * cut.ranks, min(4 * cut.ranks, _WINDOW // each)))
 
     def end(limits: Limits) -> float:
-        found = search(cut, problem(limits, few), effort=_WINDOW, based=based)
+        tried = problem(limits, few)
+        effort = min(_WINDOW, _TRIES * len(tried.ops))
+        found = search(cut, tried, effort=effort, based=based)
         return found[0].listed.end if found else math.inf
 
     limits = _least(replace(limits, generator=1), "modality", few, end)

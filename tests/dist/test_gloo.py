@@ -123,6 +123,18 @@ def _die(rank: int, folder: Path) -> None:
     os._exit(0)
 
 
+def _tables_differ(rank: int, ranks: int) -> str:
+    backend = choose("gloo")
+    with pytest.raises(RankError) as error:
+        handmade.run(backend, 3 + rank, "nested/1f1b")
+    return str(error.value)
+
+
+def test_ranks_with_different_tables_say_so(tmp_path: Path) -> None:
+    for message in processes(_tables_differ, 2, tmp_path):
+        assert "have different tables; give all ranks the same model, batch" in message
+
+
 def test_a_rank_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
     mp.spawn(_die, (tmp_path,), nprocs=2)
     message = (tmp_path / "message0").read_text()
