@@ -1,8 +1,15 @@
 """Goldens, and the groups of tests: a test belongs to the group of its directory."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Times are no property: machines differ. Where only a change may fail, examples are the same ones.
+settings.register_profile("any", deadline=None)
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile(os.environ.get("FXPIPE_EXAMPLES", "any"))
 
 GROUPS = ("pure", "cpu", "dist", "gpu")
 
