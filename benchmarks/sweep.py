@@ -23,7 +23,7 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.sweep_bars import Groups, bars, bases, gain, grouped
-from benchmarks.sweeping import BASES, Case, Look, Measured, measure
+from benchmarks.sweeping import BASES, Case, Look, Measured, Run, measure
 
 RANKS, TIMES = (2, 4, 8, 16), (2, 4, 8)
 ENCODERS, GENERATORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -34,6 +34,10 @@ _FEW = ("1f1b", "zb-h1", "zb-v")  # bases of short runs
 def main() -> int:
     """The command line."""
     given = _options()
+    if given.read:
+        groups = grouped(_read(given.read))
+        print(table(groups))
+        return _plot(given.plots, groups)
     cases = sorted(drawn(given) if given.seeds else fixed(given), reverse=True)
     few = _FEW if given.quick or given.seeds else BASES
     look = Look(
@@ -49,11 +53,16 @@ def main() -> int:
     print("\n".join(["", *(bar.text() for bar in found)]))
     if given.csv:
         _write(given.csv, groups)
-    if given.plots:
+    return _plot(given.plots, groups) or int(any(bar.missed for bar in found))
+
+
+def _plot(folder: str | None, groups: Groups) -> int:
+    if folder:
         from benchmarks.sweep_plots import plot  # needs matplotlib
 
-        plot(groups, Path(given.plots))
-    return int(any(bar.missed for bar in found))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        plot(groups, Path(folder))
+    return 0
 
 
 def fixed(given: argparse.Namespace) -> Iterator[Case]:
@@ -82,6 +91,9 @@ def table(groups: Groups) -> str:
         at = [ones for case, ones in groups.items() if (case.ranks, case.times) == (P, times)]
         cells = [str(P), f"{times} P"]
         for over in ("upfront", "transpose", "stage", "ends"):
+            if any(f"{over}/{base}" not in ones[0].runs for ones in at for base in bases(groups)):
+                cells.append("")  # of an older file
+                continue
             gains = [gain(ones, over, base) for ones in at for base in bases(groups)]
             cells.append(f"{min(gains):.2f}, {median(gains):.2f}, {max(gains):.2f}")
         for capped in (True, False):
@@ -111,7 +123,7 @@ def _write(path: str, groups: Groups) -> None:
     """A row for each case, and seed."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        names = ("upfront", "transpose", "stage", "nested")
+        names = ("upfront", "transpose", "stage", "ends", "nested")
         runs = [f"{name}/{base}" for base in bases(groups) for name in names]
         best = ("at_caps", "seconds", "without_caps", "seconds")
         writer.writerow(("P", "M", "encoder", "generator", "seed", "bound", *runs, *best))
@@ -125,6 +137,20 @@ def _write(path: str, groups: Groups) -> None:
             writer.writerow(row)
 
 
+def _read(path: str) -> Iterator[Measured]:
+    """What `_write` wrote; it has seconds, and no units."""
+    with open(path, newline="") as file:
+        head, *rows = csv.reader(file)
+    for row in rows:
+        ranks, mbs, encoder, generator = map(float, row[:4])
+        seed = int(row[4]) if row[4] else None
+        case = Case(int(ranks), int(mbs / ranks), encoder, generator, seed)
+        runs = {name: Run(float(x), {}, 0) for name, x in zip(head[6:-4], row[6:-4], strict=True)}
+        at_caps, capped, at_large, large = row[-4:]
+        runs |= {n: Run(float(x), {}, 0) for n, x in ((at_caps, capped), (at_large, large)) if n}
+        yield Measured(case, float(row[5]), runs, at_caps or None, at_large or None)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few cases, in under a minute")
@@ -134,6 +160,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--effort", type=float, default=1.0, help="of each search")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--csv", metavar="FILE", help="write every case")
+    parser.add_argument("--read", metavar="FILE", help="of an earlier run, instead of running")
     parser.add_argument("--plots", metavar="FOLDER", help="write plots; needs matplotlib")
     return parser.parse_args()
 
