@@ -15,6 +15,7 @@ from fxpipe.problem import Limits, Owners, Problem, Rows
 from fxpipe.search import Found, search
 
 TRIES = 1000  # more are not made, however few ops there are
+FEWEST = 100  # are made, up to four times the usual effort
 SEARCH, POLISH = 160_000, 100_000  # ops placed, and ops looked at for each direction of time
 
 
@@ -42,7 +43,8 @@ def free(
 
     limits = windowed(cut, microbatches, problem, limits or Limits(), based=False)
     whole = problem(limits, microbatches)
-    placed = min(SEARCH, TRIES * len(whole.ops))
+    usual = max(SEARCH, min(4 * SEARCH, FEWEST * len(whole.ops)))
+    placed = min(usual, TRIES * len(whole.ops))
     looked = min(POLISH, TRIES * len(whole.ops))
     tries = [
         polish(whole, _numbers(whole, found), effort=int(looked * effort))
