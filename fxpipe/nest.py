@@ -78,6 +78,9 @@ def windowed(
     each = max(1, sum(len(stage.kinds) for stage in cut.stages))
     few = min(microbatches, max(2 * cut.ranks, min(4 * cut.ranks, _WINDOW // each)))
 
+    if each * few > _WINDOW:  # no time to try: BigMac's, and wider if it is too small
+        return replace(limits, modality=3, generator=1)
+
     def end(limits: Limits) -> float:
         tried = problem(limits, few)
         effort = min(_WINDOW, _TRIES * len(tried.ops))

@@ -210,3 +210,6 @@ BASED = (
 """
     ),
 )
+
+# For so many ops that there is time for a few tries: it does well on 64 ranks.
+LARGE = Policy.parse("3.5 2.5 2.5 -2.4 0.7 0.5 2.4 0.8 1.8 | early gF+2.2 | patience 0.01")

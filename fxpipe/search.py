@@ -13,12 +13,13 @@ from random import Random
 
 from fxpipe.cut import Cut
 from fxpipe.listing import Listed, listing
-from fxpipe.policies import BACKWARDS, BASED, FORWARDS, FREE, Policy, Sort, draw, vary
+from fxpipe.policies import BACKWARDS, BASED, FORWARDS, FREE, LARGE, Policy, Sort, draw, vary
 from fxpipe.problem import Problem
 
 _FRESH = 0.2  # of the tries: a new policy, and not a variation
 _ELITE = 3  # policies that variations are made of
 _BOTH = 0.8  # of the effort: both directions of time, then the better one alone
+_FEW = 4  # tries that are too few for a portfolio
 _LEAST = 1000  # ops, however little effort is asked for
 
 
@@ -43,6 +44,8 @@ def search(
         Side(cut, problem, backwards, (*first[backwards], *second[backwards]))
         for backwards in (False, True)
     ]
+    if effort < _FEW * len(problem.ops):
+        sides[0].untried.insert(0, LARGE)
     chance = Random(seed)
     spent = tries = 0
     best = sides[0]
