@@ -10,8 +10,7 @@ from fxpipe.costmodel import tail_slack, warmup_slack
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Role, Stage
 from fxpipe.owners import Given, of_region, owners_of, slack
-from fxpipe.problem import Rows
-from fxpipe.table import Op, Table
+from fxpipe.table import Op, Rows, Table
 from fxpipe.units import backward, forward, replicated
 
 

@@ -4,26 +4,18 @@ Backbone, encoders and generators are listed together, so that the weight gradie
 fill the gaps that units leave, and polished. The order is frozen in the table that comes out.
 """
 
-from typing import NamedTuple
-
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.nest import windowed
 from fxpipe.numbering import build
 from fxpipe.polish import polish
-from fxpipe.problem import Limits, Owners, Problem, Rows
-from fxpipe.search import Found, search
+from fxpipe.problem import Limits, Owners, Problem
+from fxpipe.search import search
+from fxpipe.table import Rows
 
 TRIES = 1000  # more are not made, however few ops there are
 FEWEST = 100  # are made, up to four times the usual effort
 SEARCH, POLISH = 160_000, 100_000  # ops placed, and ops looked at for each direction of time
-
-
-class Freed(NamedTuple):
-    """Rows, and the seconds that they take."""
-
-    rows: Rows
-    seconds: float
 
 
 def free(
@@ -34,7 +26,7 @@ def free(
     owners: Owners | None = None,
     limits: Limits | None = None,
     effort: float = 1.0,
-) -> Freed | None:
+) -> Rows | None:
     """The best rows found; None if none keep to the limits. effort: how long to look; 1 is usual,
     about a second."""
 
@@ -47,17 +39,14 @@ def free(
     placed = min(usual, TRIES * len(whole.ops))
     looked = min(POLISH, TRIES * len(whole.ops))
     tries = [
-        polish(whole, _numbers(whole, found), effort=int(looked * effort))
+        polish(
+            whole,
+            whole.in_order(found.listed.ranks, found.listed.starts),
+            effort=int(looked * effort),
+        )
         for found in search(cut, whole, effort=int(placed * effort))
     ]
     if not tries:
         return None
     best = min(tries, key=lambda polished: polished.end)
-    return Freed(tuple(tuple(whole.ops[op] for op in row) for row in best.rows), best.end)
-
-
-def _numbers(problem: Problem, found: Found) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in range(problem.ranks)]
-    for op in sorted(range(len(problem.ops)), key=found.listed.starts.__getitem__):
-        rows[found.listed.ranks[op]].append(op)
-    return rows
+    return whole.named(best.rows)

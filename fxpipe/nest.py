@@ -13,8 +13,9 @@ from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.errors import ScheduleError
 from fxpipe.numbering import build
-from fxpipe.problem import Limits, Owners, Problem, Rows
+from fxpipe.problem import Limits, Owners, Problem
 from fxpipe.search import search
+from fxpipe.table import Rows
 
 _EFFORT = 200_000  # ops placed
 _TRIES = 300  # more are not made, however few ops there are

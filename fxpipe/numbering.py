@@ -6,8 +6,8 @@ from typing import TypedDict
 
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Kind, Stage
-from fxpipe.problem import ANY, Limits, Owners, Problem, Rows, pools
-from fxpipe.table import Op, inputs
+from fxpipe.problem import ANY, Limits, Owners, Problem, pools
+from fxpipe.table import Op, Rows, inputs
 
 
 def build(
@@ -67,8 +67,8 @@ def _room(cut: Cut, ops: Sequence[Op], limits: Limits) -> _Room:
     if not isinstance(limits.sharded, Mapping):
         group, weight = _groups(cut, ops)
     return _Room(
-        opens=[classes[op.stage] if first.get(op[:2]) else ANY for op in ops],
-        closes=[classes[op.stage] if last.get(op[:2]) else ANY for op in ops],
+        opens=[classes[op.stage] if op[:2] in first else ANY for op in ops],
+        closes=[classes[op.stage] if op[:2] in last else ANY for op in ops],
         group=group,
         weight=weight,
         room=room,
@@ -76,14 +76,10 @@ def _room(cut: Cut, ops: Sequence[Op], limits: Limits) -> _Room:
     )
 
 
-def _ends(cut: Cut) -> tuple[dict[tuple[str, Kind], bool], dict[tuple[str, Kind], bool]]:
+def _ends(cut: Cut) -> tuple[set[tuple[str, Kind]], set[tuple[str, Kind]]]:
     """The kinds of op that open and close a unit: where nothing is kept, none."""
-    first, last = {}, {}
-    for stage in cut.stages:
-        if len(stage.kinds) > 1 and cut.keeps(stage.name):
-            first[stage.name, Kind.F] = True
-            last[stage.name, stage.kinds[-1]] = True
-    return first, last
+    held = [stage for stage in cut.stages if len(stage.kinds) > 1 and cut.keeps(stage.name)]
+    return {(s.name, Kind.F) for s in held}, {(s.name, s.kinds[-1]) for s in held}
 
 
 def _groups(cut: Cut, ops: Sequence[Op]) -> tuple[list[int], list[int]]:

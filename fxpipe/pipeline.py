@@ -13,9 +13,9 @@ from fxpipe.cut import Cut, Kind, Stage
 from fxpipe.errors import ScheduleError
 from fxpipe.listing import listing
 from fxpipe.numbering import build
-from fxpipe.problem import Limits, Rows
+from fxpipe.problem import Limits
 from fxpipe.skeletons import Base, pattern_rows
-from fxpipe.table import Op
+from fxpipe.table import Op, Rows
 from fxpipe.units import backward, forward
 
 _ALL_FORWARDS_FIRST = ("gpipe", "looped-bfs")

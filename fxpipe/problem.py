@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe.cut import Cut, Kind, Role, Stage
-from fxpipe.table import Op
+from fxpipe.table import Op, Rows
 
 ANY = -1  # an op without a home, a unit or a class
-Rows = tuple[tuple[Op, ...], ...]
 Owners = Mapping[str, Sequence[int]]  # of a replicated region: the rank of each microbatch
 
 
@@ -108,10 +107,18 @@ class Problem:
 
     def rows(self, ranks: Sequence[int], starts: Sequence[float]) -> Rows:
         """Rows of ops in the order in which they start."""
-        rows: list[list[Op]] = [[] for _ in range(self.ranks)]
+        return self.named(self.in_order(ranks, starts))
+
+    def in_order(self, ranks: Sequence[int], starts: Sequence[float]) -> list[list[int]]:
+        """For each rank the numbers of its ops, in the order in which they start."""
+        rows: list[list[int]] = [[] for _ in range(self.ranks)]
         for op in sorted(range(len(self.ops)), key=starts.__getitem__):
-            rows[ranks[op]].append(self.ops[op])
-        return tuple(map(tuple, rows))
+            rows[ranks[op]].append(op)
+        return rows
+
+    def named(self, rows: Sequence[Sequence[int]]) -> Rows:
+        """Rows of numbers as rows of ops."""
+        return tuple(tuple(self.ops[op] for op in row) for row in rows)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from fxpipe.free import free
 from fxpipe.nest import limits_of, nest
 from fxpipe.owners import Given
 from fxpipe.pipeline import pipeline_rows
-from fxpipe.problem import Limits, Owners, Rows
+from fxpipe.problem import Limits, Owners
 from fxpipe.skeletons import PATTERNS, Base, base, homes
-from fxpipe.table import Live, Table, live_units
+from fxpipe.table import Live, Rows, Table, live_units
 
 PLACEMENTS = ("stage", "ends", "upfront", "transpose", "nested")
 REPLICATED = ("upfront", "transpose", "nested")
@@ -226,10 +226,10 @@ def _nested(
     if limits == Limits():
         ahead = 2 if generators_return(cut) else 1
         limits = Limits(sharded=ahead * cut.ranks * chunks_of(cut))
-    found = free(cut, microbatches, costs, owners=owners, limits=limits, effort=effort)
-    if found is None:
+    rows = free(cut, microbatches, costs, owners=owners, limits=limits, effort=effort)
+    if rows is None:
         raise ScheduleError(f"no order keeps to {limits}; allow more units, or more memory")
-    return found.rows
+    return rows
 
 
 def _check(cut: Cut, microbatches: int, placement: str) -> None:
