@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
+from typing import Any
 
 from fxpipe.cut import Cut, Kind, Role, Stage
 from fxpipe.errors import ScheduleError
@@ -123,6 +124,14 @@ class Costs:
             received=received,
         )
 
+    def largest(self) -> "Costs":
+        """One number for all microbatches: the most that any has."""
+        most: dict[str, Any] = {
+            name: {key: _most(amount) for key, amount in getattr(self, name).items()}
+            for name in (*_PER_OP, "received")
+        }
+        return replace(self, **most)
+
     def to_json(self) -> str:
         """The text that `from_json` reads: `{"seconds": {"llm0.F": 1.0, ...}, ...}`."""
         found: dict[str, object] = {"latency": self.latency}
@@ -206,6 +215,10 @@ class Costs:
 def at(amount: Amount, mb: int | None) -> float:
     """The number of one microbatch."""
     return amount if isinstance(amount, float | int) else amount[(mb or 0) % len(amount)]
+
+
+def _most(amount: Amount) -> float:
+    return max(amount) if isinstance(amount, Sequence) else amount
 
 
 def combine(function: Callable[[list[float]], float], amounts: Sequence[Amount]) -> Amount:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fxpipe import passes
 from fxpipe.actions import read_actions
 from fxpipe.cut import Cut, Kind, Layout, Role, Seam
+from fxpipe.device import Reckon
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Plan
 from fxpipe.table import Table
@@ -63,7 +64,7 @@ class Given:
         kind = Layout.REPLICATED if replicated else Layout.SHARDED
         return Plan(kind, homes, ranks_of)
 
-    def table(self, cut: Cut, microbatches: int) -> Table:
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """The table, with the transfers and the reductions that it lacks."""
         if microbatches != self.given.microbatches:
             raise ScheduleError(
@@ -121,7 +122,7 @@ class Actions:
         backbone = tuple(homes[len(first) + i] for i in range(count))
         return Plan(Layout.SHARDED, dict(own), backbone)
 
-    def table(self, cut: Cut, microbatches: int) -> Table:
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """The table that the actions mean for a cut."""
         return Given(Table(cut, read_actions(self.text, cut))).table(cut, microbatches)
 

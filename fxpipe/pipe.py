@@ -18,6 +18,7 @@ from fxpipe.bind import Bound
 from fxpipe.capture import Captured, LossFn
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
+from fxpipe.device import Device
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
 from fxpipe.inputs import Microbatch, split_batch
@@ -72,7 +73,7 @@ def compile(
     recompute: Sequence[str] = (),
     live: Mapping[str, int] | None = None,
     memory_budget: float | None = None,
-    costs: Costs | None = None,
+    costs: Costs | Device | None = None,
 ) -> "Pipe":
     """Compile a model for pipeline-parallel training.
 
@@ -208,7 +209,8 @@ class Pipe:
     def _table(self, count: int) -> Table:
         key = self.cut, count
         if key not in self._tables:
-            self._tables[key] = self._variants.scheduler.table(self.cut, count)
+            variants = self._variants
+            self._tables[key] = variants.scheduler.table(self.cut, count, variants.reckon)
         return self._tables[key]
 
     def _program(self, rank: int, count: int) -> Program:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import sympy
 from torch import Tensor, fx
@@ -22,6 +22,7 @@ from fxpipe.bind import Symbols, solve
 from fxpipe.costs import Amount, Costs
 from fxpipe.cut import Kind
 from fxpipe.dataflow import UNKNOWN_SIZE, arguments, aten, flops, function, is_view, tensors_of
+from fxpipe.device import Device
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.lower import Lowered
 from fxpipe.split import Value
@@ -34,17 +35,6 @@ _LOOKUPS = {
     aten.index.Tensor,
     aten.index_select.default,
 }
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a rank can do: flops per second, bytes per second of its memory; and a link between two
-    ranks: alpha seconds, and beta seconds per byte. Numbers, or symbols of `fxpipe.formulas`."""
-
-    peak_flops: Any
-    bandwidth: Any
-    alpha: Any = 0.0
-    beta: Any = 0.0
 
 
 class Effort(NamedTuple):

@@ -14,6 +14,7 @@ from fxpipe import passes
 from fxpipe.choices import Option
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut, Role
+from fxpipe.device import NOMINAL, Device, Reckon
 from fxpipe.errors import ScheduleError
 from fxpipe.given import Given, read
 from fxpipe.owners import Given as Owners
@@ -31,8 +32,10 @@ class Options:
     chunks: backbone stages per rank. owners: an owner map, or the rank of each microbatch; also by
     region. sharded: encoders and generators that are cut into one stage per rank. recompute:
     regions whose backward computes the forward again. live: the most units of "modality" and "llm"
-    on a rank. memory_budget: bytes per rank, for "auto" to keep to, by costs that say what ops
-    keep. costs: the seconds and bytes to reckon with; by default seconds by the stages' flops.
+    on a rank. memory_budget: bytes per rank, for "auto" to keep to. costs: the seconds and bytes to
+    reckon with, or a device to reckon them for, by what the largest microbatch known computes and
+    moves (`fxpipe.roofline`); by default an accelerator's balance of both where there is a budget,
+    and the stages' flops where there is none.
     """
 
     chunks: int | None = None
@@ -41,7 +44,7 @@ class Options:
     recompute: Sequence[str] = ()
     live: Mapping[str, int] | None = None
     memory_budget: float | None = None
-    costs: Costs | None = None
+    costs: Costs | Device | None = None
 
     @property
     def asked(self) -> list[str]:
@@ -71,7 +74,7 @@ class Scheduler(Protocol):
         """Where the regions live. Raises ScheduleError."""
         ...
 
-    def table(self, cut: Cut, microbatches: int) -> Table:
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """The table of a step, verified, with transfers and reductions. Raises ScheduleError."""
         ...
 
@@ -120,12 +123,12 @@ class Named:
         chunks, sharded = self.options.chunks, self.options.sharded
         return layout(self.schedule, ranks, encoders, generators, chunks=chunks, sharded=sharded)
 
-    def table(self, cut: Cut, microbatches: int) -> Table:
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """The derived table; under a memory budget, what the planner chooses."""
         options = self.options
-        costs = options.costs or _by_flops(cut)
+        costs = self._costs(cut, reckon)
         if options.memory_budget is not None:
-            table = _within(options.memory_budget, cut, microbatches, options)
+            table = _within(options.memory_budget, cut, microbatches, options, costs)
         else:
             table = derive(
                 cut,
@@ -137,20 +140,27 @@ class Named:
             )
         return passes.run(table, (partial(communicate, costs=costs), reduce))
 
+    def _costs(self, cut: Cut, reckon: Reckon | None) -> Costs:
+        given = self.options.costs
+        if isinstance(given, Costs):
+            return given
+        if reckon and (given or self.options.memory_budget is not None):
+            return reckon(given or NOMINAL)
+        return _by_flops(cut)
+
 
 def _by_flops(cut: Cut) -> Costs:
     """Costs in proportion to the flops of each stage, the dearest forward a second."""
     return Costs.from_flops(cut, max((stage.cost for stage in cut.stages), default=0.0) or 1.0)
 
 
-def _within(budget: float, cut: Cut, microbatches: int, options: Options) -> Table:
+def _within(budget: float, cut: Cut, microbatches: int, options: Options, costs: Costs) -> Table:
     """The quickest table of a cut in so many bytes per rank. Nothing is traced anew: other layouts
     and more recompute are only named where they would help."""
-    costs = options.costs
-    if costs is None or not (costs.kept or costs.resident):
+    if not (costs.kept or costs.resident):
         raise ScheduleError(
-            "memory_budget needs costs that say how many bytes ops keep; pass costs=, as "
-            "fxpipe.roofline.costs_of finds them"
+            "memory_budget needs costs that say how many bytes ops keep; leave costs= out, or pass "
+            "a device, and they are reckoned from the stages' graphs"
         )
     option = Option(cut, costs)
 

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from fxpipe.bind import Sizes, mismatch, unfit
 from fxpipe.capture import Captured, LossFn, capture
+from fxpipe.costs import Costs
+from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
 from fxpipe.mode import Mode, mode_of, refuse_autocast
+from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
@@ -129,6 +132,11 @@ class Variants:
         fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
         number = next(fits, None)
         return self._add(microbatch, what) if number is None else number
+
+    def reckon(self, device: Device) -> Costs:
+        """What ops take and keep on a device, for the largest of the microbatches known so far."""
+        steps = [(self.all[number], sizes.symbols) for number, sizes in self._fits.values()]
+        return costs_of(steps, device).largest()
 
     def follow_mode(self) -> None:
         """Start anew if what graphs were traced with has changed: train(), requires_grad, dtype,

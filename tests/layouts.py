@@ -7,6 +7,7 @@ from random import Random
 from fxpipe import Pipe, passes
 from fxpipe.backends import choose
 from fxpipe.cut import Cut, Layout, Role
+from fxpipe.device import Reckon
 from fxpipe.schedule import Plan
 from fxpipe.table import Op, Table, inputs
 
@@ -51,7 +52,7 @@ class AnyOrder:
         home: dict[str, Home] = {name: self.home.get(name) for name in others}
         return Plan(Layout.SHARDED, home, self.backbone)
 
-    def table(self, cut: Cut, microbatches: int) -> Table:
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """A random order, with transfers and reductions."""
         return passes.run(any_order(cut, microbatches, self.seed))
 

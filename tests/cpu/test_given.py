@@ -10,8 +10,11 @@ import torch
 
 import fxpipe
 from fxpipe.actions import write_actions
+from fxpipe.costs import Costs
 from fxpipe.cut import Kind
+from fxpipe.device import Device
 from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.simulate import simulate
 from fxpipe.table import Table
 from tests import models
 from tests.layouts import AnyOrder, any_order, laid_out
@@ -139,6 +142,23 @@ def test_another_number_of_microbatches_is_refused(pipe: fxpipe.Pipe) -> None:
 def test_a_memory_budget_needs_auto(pipe: fxpipe.Pipe) -> None:
     with pytest.raises(ScheduleError, match="use schedule='auto', or leave memory_budget out"):
         pipe.reschedule("nested/1f1b", memory_budget=1e9)
+
+
+def peak(table: Table, costs: Costs) -> float:
+    timeline = simulate(table, costs)
+    return max(timeline.peak_bytes(rank) for rank in range(table.cut.ranks))
+
+
+def test_auto_keeps_a_memory_budget(pipe: fxpipe.Pipe, gradients: list[torch.Tensor]) -> None:
+    device = Device(1e9, 1e9)
+    wide = pipe.reschedule("auto", memory_budget=1e9, costs=device)
+    costs = wide._variants.reckon(device)
+    most = peak(wide.table, costs)
+    tight = pipe.reschedule("auto", memory_budget=0.8 * most, costs=device)
+    assert peak(tight.table, costs) <= 0.8 * most
+    check(tight, gradients)
+    with pytest.raises(ScheduleError, match="bytes"):
+        _ = pipe.reschedule("auto", memory_budget=1000.0).table
 
 
 def test_actions_for_too_few_stages_are_refused(pipe: fxpipe.Pipe) -> None:

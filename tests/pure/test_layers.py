@@ -30,7 +30,7 @@ CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
 CAPTURE = ("torch_internals", "inputs", "dataflow", "capture")
 STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", "roofline")
-COSTS = ("timeline", "costs", "simulate", "costmodel", "formulas")
+COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
