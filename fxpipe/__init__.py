@@ -11,17 +11,17 @@ from fxpipe.cut import Cut
 from fxpipe.table import Op, Table
 
 if TYPE_CHECKING:
-    from fxpipe.pipe import Pipe, Result, compile
+    from fxpipe.pipe import Pipe, compile
+    from fxpipe.steps import Result
 
 __all__ = ["Cut", "Op", "Pipe", "Result", "Table", "compile"]
 __version__ = "0.1.0"
 
-_LAZY = ("Pipe", "Result", "compile")
+_LAZY = {"Pipe": "fxpipe.pipe", "Result": "fxpipe.steps", "compile": "fxpipe.pipe"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        module = import_module("fxpipe.pipe")
-        globals().update({lazy: getattr(module, lazy) for lazy in _LAZY})
+        globals().update({lazy: getattr(import_module(m), lazy) for lazy, m in _LAZY.items()})
         return globals()[name]
     raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")

@@ -5,54 +5,30 @@ result = pipe.step(microbatches)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.backends import Backend, choose
-from fxpipe.bind import Bound
 from fxpipe.capture import Captured, LossFn
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
-from fxpipe.inputs import Microbatch, split_batch
+from fxpipe.inputs import Microbatch
 from fxpipe.joint import StageGraphs
 from fxpipe.owners import Given as Owners
 from fxpipe.passes.regions import Regions
-from fxpipe.passes.reorder import check_order
-from fxpipe.program import Program, emit
-from fxpipe.runtime import Step, run_step
 from fxpipe.scheduler import Options, scheduler
 from fxpipe.split import Stages
 from fxpipe.stageop import check_engine
+from fxpipe.steps import Result, Steps
 from fxpipe.table import Table
 from fxpipe.timeline import Timeline
 from fxpipe.variants import Variants
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step returns.
-
-    losses: [microbatches], each microbatch's own loss; weights: [microbatches]; on every rank.
-    """
-
-    losses: Tensor
-    weights: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        """The step's loss, 0-dim: the sum of weight times loss."""
-        total = torch.zeros((), dtype=self.losses.dtype)
-        for weight, loss in zip(self.weights, self.losses, strict=True):
-            total = total + weight * loss
-        return total
 
 
 def compile(
@@ -112,12 +88,8 @@ class Pipe:
         self.model = model
         self.backend = backend
         self._variants = variants
-        self._microbatches = variants.scheduler.microbatches or microbatches
-        self._engine = engine
+        self._steps = Steps(variants, backend, microbatches, engine)
         self._example = example
-        self._tables: dict[tuple[Cut, int], Table] = {}
-        self._programs: dict[tuple[int, int, int], Program] = {}
-        self._last: Step | None = None
 
     def step(
         self,
@@ -134,22 +106,7 @@ class Pipe:
         as number 0, 1, ... of the table (`passes.reorder`). Raises BatchError before anything
         runs, RankError if a rank fails; then no `.grad` has changed.
         """
-        parts = split_batch(batch, self._microbatches)
-        self._variants.follow_mode()
-        fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
-        factors = self._weights(weights, len(parts))
-        order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
-        bound = []
-        for number, i in enumerate(order):
-            fit, lowered = fits[i], self._variants[fits[i].number]
-            bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
-        self._microbatches = self._microbatches or len(parts)
-        programs = {rank: self._program(rank, len(parts)) for rank in self.backend.mine}
-        self.backend.connect(programs[self.backend.mine[0]].table)
-        self._variants.refresh()
-        self._last = run_step(self.backend, programs, bound, factors.dtype, order)
-        self._accumulate(self._last.gradients)
-        return Result(self._last.losses, factors.cpu())
+        return self._steps.run(batch, weights, order)
 
     def reschedule(
         self,
@@ -168,7 +125,8 @@ class Pipe:
         same = backend is None and ranks in (None, self.backend.ranks)
         where = self.backend if same else choose(backend or self.backend.name, ranks)
         variants = self._variants.rescheduled(how, where.ranks)
-        pipe = Pipe(self.model, variants, where, self._microbatches, self._engine, self._example)
+        steps = self._steps
+        pipe = Pipe(self.model, variants, where, steps.microbatches, steps.engine, self._example)
         pipe.trace_example()
         return pipe
 
@@ -177,57 +135,6 @@ class Pipe:
         self._variants.follow_mode()
         if self._example is not None:
             self._variants.fit(self._example, "the example")
-
-    def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
-        dtype = self._variants.loss_dtype
-        if weights is None:
-            weights = [1 / count] * count
-        found = torch.as_tensor(weights, dtype=dtype).detach().to(self._device)
-        if found.shape != (count,):
-            raise BatchError(
-                f"weights has shape {tuple(found.shape)}; expected one for each of {count} "
-                "microbatches"
-            )
-        return found
-
-    @property
-    def _device(self) -> torch.device:
-        """Where ranks run: the backend's device, or, with all in this process, the model's."""
-        if self.backend.name != "local":
-            return self.backend.device.device
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-    def _accumulate(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, gradient in gradients.items():
-            parameter = self._variants.state[name]
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                with torch.no_grad():
-                    parameter.grad.add_(gradient)
-
-    def _table(self, count: int) -> Table:
-        key = self.cut, count
-        if key not in self._tables:
-            variants = self._variants
-            self._tables[key] = variants.scheduler.table(self.cut, count, variants.reckon)
-        return self._tables[key]
-
-    def _program(self, rank: int, count: int) -> Program:
-        key = self._variants.generation, rank, count
-        if key not in self._programs:
-            # Programs of an older generation would keep its graphs alive.
-            self._programs = {k: p for k, p in self._programs.items() if k[0] == key[0]}
-            table = self._table(count)
-            self._programs[key] = emit(
-                table,
-                rank,
-                self._variants.graphs,
-                self._variants.state,
-                engine=self._engine,
-                ahead=self.backend.ahead,
-            )
-        return self._programs[key]
 
     @property
     def captured(self) -> Captured:
@@ -258,25 +165,20 @@ class Pipe:
     def table(self) -> Table:
         """The operator table for as many microbatches as the last step had, or compile was told;
         as many as there are ranks before both."""
-        return self._table(self._last_count())
+        return self._steps.table(self._steps.count)
 
     def program(self, rank: int) -> fx.GraphModule:
         """What a rank runs for `table`: a graph module that prints as straight-line Python."""
         if not 0 <= rank < self.backend.ranks:
             raise FxpipeError(f"there is no rank {rank}; this pipe has {self.backend.ranks}")
-        return self._program(rank, self._last_count()).module
-
-    def _last_count(self) -> int:
-        if self._last is not None:
-            return self._last.table.microbatches
-        return self._microbatches or self.backend.ranks
+        return self._steps.program(rank, self._steps.count).module
 
     @property
     def timeline(self) -> Timeline:
         """The last step as it was measured, on all ranks. Raises FxpipeError before the first."""
-        if self._last is None:
+        if self._steps.last is None:
             raise FxpipeError("there is no timeline before the first step()")
-        return self._last.timeline
+        return self._steps.last.timeline
 
     def explain(self) -> str:
         """Every module and loose node: its region, stage, rank, and why."""

@@ -84,6 +84,11 @@ class Variants:
         return dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((tensor.device for _, tensor in self._tensors()), torch.device("cpu"))
+
+    @property
     def canonical(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the first name of the same tensor."""
         first: dict[int, str] = {}
@@ -170,9 +175,8 @@ class Variants:
                 raise BatchError(f"{what} takes another path through the model: {difference}")
         self.all.append(lowered)
         self.graphs.append(lowered.graphs)
-        device = next((tensor.device for _, tensor in self._tensors()), torch.device("cpu"))
         constants = lowered.captured.constants
-        self.state.update((name, tensor.to(device)) for name, tensor in constants.items())
+        self.state.update((name, tensor.to(self.device)) for name, tensor in constants.items())
         return len(self.all) - 1
 
     def _lowered(self, microbatch: Microbatch) -> Lowered:

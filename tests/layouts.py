@@ -62,6 +62,6 @@ def laid_out(pipe: Pipe, how: AnyOrder, backend: str = "local") -> Pipe:
     ranks = 1 + max(how.backbone)
     where = choose(backend, ranks)
     variants = pipe._variants.rescheduled(how, ranks)
-    found = Pipe(pipe.model, variants, where, pipe._microbatches, "aten", pipe._example)
+    found = Pipe(pipe.model, variants, where, pipe._steps.microbatches, "aten", pipe._example)
     found.trace_example()
     return found

@@ -96,7 +96,7 @@ def test_actions_of_torch_run(
 
 def test_compile_takes_ranks_and_microbatches_from_a_table(pipe: fxpipe.Pipe) -> None:
     found = fxpipe.compile(pipe.model, schedule=str(pipe.table), backend="local")
-    assert (found.backend.ranks, found._microbatches) == (4, 4)
+    assert (found.backend.ranks, found._steps.microbatches) == (4, 4)
 
 
 @pytest.mark.parametrize(

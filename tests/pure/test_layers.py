@@ -39,7 +39,7 @@ LEVELS = (
     (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
     ("program", "stageop", "delivery", "meter"),
     ("backends", "runtime"),
-    ("", "mode", "variants", "explain", "pipe"),
+    ("", "mode", "variants", "explain", "steps", "pipe"),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,141 @@
+"""The steps of a pipe: a batch bound to its variants, the programs that run it, the gradients.
+
+Steps(variants, backend, ...).run(batch, weights, order) -> Result
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.backends import Backend
+from fxpipe.bind import Bound
+from fxpipe.cut import Cut
+from fxpipe.errors import BatchError
+from fxpipe.inputs import split_batch
+from fxpipe.passes.reorder import check_order
+from fxpipe.program import Program, emit
+from fxpipe.runtime import Step, run_step
+from fxpipe.table import Table
+from fxpipe.variants import Variants
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step returns.
+
+    losses: [microbatches], each microbatch's own loss; weights: [microbatches]; on every rank.
+    """
+
+    losses: Tensor
+    weights: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The step's loss, 0-dim: the sum of weight times loss."""
+        total = torch.zeros((), dtype=self.losses.dtype)
+        for weight, loss in zip(self.weights, self.losses, strict=True):
+            total = total + weight * loss
+        return total
+
+
+class Steps:
+    """Runs steps, and keeps the tables and the programs that they need.
+
+    microbatches: how many a batch in one dict is cut into, once that is known
+    """
+
+    def __init__(
+        self, variants: Variants, backend: Backend, microbatches: int | None, engine: str
+    ) -> None:
+        self.microbatches = variants.scheduler.microbatches or microbatches
+        self.engine = engine
+        self.last: Step | None = None
+        self._variants = variants
+        self._backend = backend
+        self._tables: dict[tuple[Cut, int], Table] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
+
+    def run(
+        self,
+        batch: Any,
+        weights: Sequence[float] | Tensor | None,
+        order: Sequence[int] | None,
+    ) -> Result:
+        """One step, as `Pipe.step` describes it."""
+        parts = split_batch(batch, self.microbatches)
+        self._variants.follow_mode()
+        fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
+        factors = self._weights(weights, len(parts))
+        order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
+        bound = []
+        for number, i in enumerate(order):
+            fit, lowered = fits[i], self._variants[fits[i].number]
+            bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
+        self.microbatches = self.microbatches or len(parts)
+        programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
+        self._backend.connect(programs[self._backend.mine[0]].table)
+        self._variants.refresh()
+        self.last = run_step(self._backend, programs, bound, factors.dtype, order)
+        self._accumulate(self.last.gradients)
+        return Result(self.last.losses, factors.cpu())
+
+    @property
+    def count(self) -> int:
+        """How many microbatches the last step had, or the next one is expected to have."""
+        if self.last is not None:
+            return self.last.table.microbatches
+        return self.microbatches or self._backend.ranks
+
+    def table(self, count: int) -> Table:
+        """The table of a step of so many microbatches."""
+        variants = self._variants
+        key = variants.first.cut, count
+        if key not in self._tables:
+            self._tables[key] = variants.scheduler.table(*key, variants.reckon)
+        return self._tables[key]
+
+    def program(self, rank: int, count: int) -> Program:
+        """What a rank runs for that table."""
+        key = self._variants.generation, rank, count
+        if key not in self._programs:
+            # Programs of an older generation would keep its graphs alive.
+            self._programs = {k: p for k, p in self._programs.items() if k[0] == key[0]}
+            self._programs[key] = emit(
+                self.table(count),
+                rank,
+                self._variants.graphs,
+                self._variants.state,
+                engine=self.engine,
+                ahead=self._backend.ahead,
+            )
+        return self._programs[key]
+
+    def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
+        if weights is None:
+            weights = [1 / count] * count
+        found = torch.as_tensor(weights, dtype=self._variants.loss_dtype).detach().to(self._device)
+        if found.shape != (count,):
+            raise BatchError(
+                f"weights has shape {tuple(found.shape)}; expected one for each of {count} "
+                "microbatches"
+            )
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        """Where ranks run: the backend's device, or, with all in this process, the model's."""
+        if self._backend.name != "local":
+            return self._backend.device.device
+        return self._variants.device
+
+    def _accumulate(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = self._variants.state[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():
+                    parameter.grad.add_(gradient)
