@@ -8,33 +8,28 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 
 import hashlib
 import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
-from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
+from fxpipe.exporting import WRITES, LossFn, WithLoss, export
+from fxpipe.inputs import Leaf, Microbatch, flatten
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.torch_internals import expression, watching_autograd_functions
 
-LossFn = Callable[[Any], Tensor]
 PREFIX = "model."
 _ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 _NORMS = (aten.batch_norm.default, aten.instance_norm.default)
-_WRITES = (
-    "in every microbatch. Batch normalisation: call .eval() on that module, or use "
-    "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
-)
 
 
 @dataclass(frozen=True)
@@ -78,106 +73,16 @@ def capture(model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None = N
     a scalar. Raises CaptureError naming the module, the source line and the construct.
     """
     tensors, fixed, structure = flatten(microbatch)
-    whole = _WithLoss(model, structure, fixed, loss_fn)
+    whole = WithLoss(model, structure, fixed, loss_fn)
     applied: list[str] = []
     with watching_autograd_functions(applied):
-        exported = _export(whole, [tensor for _, tensor in tensors])
+        exported = export(whole, [tensor for _, tensor in tensors])
     if applied:
         raise CaptureError(
             f"custom autograd function {applied[0]}: tracing loses its backward, and gradients "
             "would be wrong. Write it with torch.library.custom_op and register_autograd instead"
         )
     return _captured(model, exported, [name for name, _ in tensors], fixed, structure)
-
-
-class _WithLoss(nn.Module):
-    """The model and its loss, as a function of the microbatch's tensors alone."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Any,
-        fixed: tuple[tuple[str, object], ...],
-        loss_fn: LossFn | None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-        self.rebuild = (structure, fixed)
-        self.loss_fn = loss_fn
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        args, kwargs = rebuild(tensors, *self.rebuild)
-        before = dict(self.model.named_buffers())
-        loss = pick_loss(self.model(*args, **kwargs), self.loss_fn)
-        changed = [n for n, b in self.model.named_buffers() if b is not before.get(n)]
-        if changed:
-            raise CaptureError(f"buffer {changed[0]} is assigned by forward, {_WRITES}")
-        return loss
-
-
-def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """The scalar loss in what a model returned. Raises CaptureError when there is none."""
-    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
-            f"(found {type(loss).__name__}); pass the labels, or loss_fn=lambda outputs: ..."
-        )
-    if loss.dim() != 0:
-        raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
-            "or in loss_fn, for example with .mean()"
-        )
-    return loss
-
-
-def _export(whole: _WithLoss, tensors: Sequence[Tensor]) -> ExportedProgram:
-    """Export with as many symbolic dimensions as the model allows."""
-    failures: list[Exception] = []
-    for policy in (_all_dims, _integer_dims, _first_dims, _no_dims):
-        shapes = (tuple(policy(tensor) for tensor in tensors),)
-        try:
-            return torch.export.export(whole, tuple(tensors), dynamic_shapes=shapes, strict=False)
-        except CaptureError:
-            raise
-        except Exception as error:
-            failures.append(error)
-    raise CaptureError(_explain(whole.model, failures[-1])) from failures[-1]
-
-
-def _all_dims(tensor: Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.dim()), Dim.AUTO)
-
-
-def _integer_dims(tensor: Tensor) -> dict[int, Any]:
-    return _first_dims(tensor) if tensor.is_floating_point() else _all_dims(tensor)
-
-
-def _first_dims(tensor: Tensor) -> dict[int, Any]:
-    return {0: Dim.AUTO} if tensor.dim() else {}
-
-
-def _no_dims(tensor: Tensor) -> dict[int, Any]:
-    return {}
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """Where in the model tracing stopped, and what to change."""
-    names = {id(module): name for name, module in model.named_modules()}
-    where = "the model"
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if id(owner) in names:
-            module = names[id(owner)] or "(the model itself)"
-            code = frame.f_code
-            where = f"module {module} ({type(owner).__name__}), {code.co_filename}:{line}"
-    cause = " ".join(str(error).split())[:300]
-    return (
-        f"cannot trace {where}: {type(error).__name__}: {cause}. Python control flow on tensor "
-        "values (if x.sum() > 0, .item(), .tolist(), loops over tensors) cannot be part of a "
-        "graph: use torch.where or tensor operations there, or move it out of forward"
-    )
 
 
 def _captured(
@@ -289,7 +194,7 @@ def _refuse_writes(module: fx.GraphModule, labels: Sequence[tuple[str, bool]]) -
             written = alias_of(written)
         if written is not None:
             what = f"{'buffer' if label[written][1] else 'argument'} {label[written][0]}"
-            raise CaptureError(f"{what} is changed by forward ({node.target}), {_WRITES}")
+            raise CaptureError(f"{what} is changed by forward ({node.target}), {WRITES}")
 
 
 def _written(node: fx.Node) -> fx.Node | None:

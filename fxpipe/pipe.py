@@ -12,12 +12,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.backends import Backend, choose
-from fxpipe.capture import Captured, LossFn
+from fxpipe.capture import Captured
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.explain import explain
+from fxpipe.exporting import LossFn
 from fxpipe.inputs import Microbatch
 from fxpipe.joint import StageGraphs
 from fxpipe.owners import Given as Owners

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Sizes, mismatch, unfit
-from fxpipe.capture import Captured, LossFn, capture
+from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError
+from fxpipe.exporting import LossFn
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
