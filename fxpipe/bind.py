@@ -46,9 +46,9 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
     guards: conditions on the symbols that tracing has assumed.
     """
     tensors, fixed, _ = flatten(microbatch)
-    for (name, wanted), (_, value) in zip(captured.fixed, fixed, strict=True):
-        if type(value) is not type(wanted) or value != wanted:
-            return f"{name} is {value!r}; this graph was traced with {wanted!r}"
+    changed = _changed(captured, tensors, fixed)
+    if changed:
+        return changed
     symbols, sizes = solve(captured.leaves, [tensor for _, tensor in tensors])
     for leaf, dim, expr, size in sizes:
         if expr.free_symbols - set(symbols) or int(expr.xreplace(symbols)) != size:
@@ -60,6 +60,21 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
     for guard in guards:
         if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
             return f"the sizes break {guard}, which the model's code assumed"
+    return None
+
+
+def _changed(
+    captured: Captured,
+    tensors: Sequence[tuple[str, Tensor]],
+    fixed: Sequence[tuple[str, object]],
+) -> str | None:
+    """Which value that tracing has read, of an argument or inside a tensor, is another one."""
+    for (name, wanted), (_, value) in zip(captured.fixed, fixed, strict=True):
+        if type(value) is not type(wanted) or value != wanted:
+            return f"{name} is {value!r}; this graph was traced with {wanted!r}"
+    for name, tensor in tensors:
+        if name in captured.values and not torch.equal(tensor, captured.values[name].to(tensor)):
+            return f"{name} has other values than this graph was traced with, and Python reads them"
     return None
 
 

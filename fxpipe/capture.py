@@ -20,8 +20,8 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
-from fxpipe.exporting import WRITES, LossFn, WithLoss, export
-from fxpipe.inputs import Leaf, Microbatch, flatten
+from fxpipe.exporting import WRITES, LossFn, Traced, WithLoss, export
+from fxpipe.inputs import Leaf, Microbatch, contents, flatten
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
@@ -40,6 +40,7 @@ class Captured:
     state: placeholder -> the model's own name of the parameter, buffer or constant
     constants: tensors made while it was traced, by the name in `state`; ranges: sizes of a symbol
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
+    values: the tensors whose values must repeat too, because Python reads them; reads: and where
     parameters: names of all parameters; trained: those with `requires_grad`
     """
 
@@ -49,6 +50,8 @@ class Captured:
     leaves: tuple[Leaf, ...]
     structure: Any
     fixed: tuple[tuple[str, object], ...]
+    values: Mapping[str, Tensor]
+    reads: tuple[str, ...]
     ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
     parameters: frozenset[str]
     trained: frozenset[str]
@@ -87,11 +90,12 @@ def capture(model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None = N
 
 def _captured(
     model: nn.Module,
-    exported: ExportedProgram,
+    traced: Traced,
     names: Sequence[str],
     fixed: tuple[tuple[str, object], ...],
     structure: Any,
 ) -> Captured:
+    exported = traced.program
     labels, constants = _labels(model, exported, names)
     module = inline_no_grad(exported.graph_module)
     _refuse_writes(module, labels)
@@ -108,6 +112,8 @@ def _captured(
         leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True)),
         structure=structure,
         fixed=fixed,
+        values={names[number]: tensor for number, tensor in traced.values.items()},
+        reads=traced.reads,
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
         parameters=frozenset(parameters),
         trained=frozenset(name for name, p in parameters.items() if p.requires_grad),
@@ -135,9 +141,8 @@ def _labels(
 
 def _digest(tensor: Tensor) -> str:
     """Constants of two variants may be called alike: only equal ones get one name."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return hashlib.sha256(about + data.numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(about + contents(tensor)).hexdigest()[:12]
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

@@ -13,10 +13,19 @@ def explain(variants: Sequence[Lowered]) -> str:
     """One line per module: region, stage, rank and reason; then what crosses, and the variants."""
     lowered = variants[0]
     lines = [*_modules(lowered), "", *map(str, lowered.cut.seams), *_shared(lowered)]
+    lines += [line for variant in variants[:1] for line in _held(variant)]
     if len(variants) > 1:
         lines += ["", f"{len(variants)} variants: the model's code unrolls over these sizes"]
         lines += [f"  {variant.captured}" for variant in variants]
     return "\n".join(lines)
+
+
+def _held(lowered: Lowered) -> Iterator[str]:
+    """Which values one variant holds for, and which lines of code read them."""
+    captured = lowered.captured
+    if captured.values:
+        names, lines = ", ".join(captured.values), ", ".join(dict.fromkeys(captured.reads))
+        yield f"a graph for the values of {names} that it was traced with: read at {lines}"
 
 
 def _modules(lowered: Lowered) -> Iterator[str]:

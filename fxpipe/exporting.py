@@ -6,21 +6,37 @@ Each policy frees fewer dimensions than the one before; the first that traces is
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import rebuild
+from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
 
 LossFn = Callable[[Any], Tensor]
 WRITES = (
     "in every microbatch. Batch normalisation: call .eval() on that module, or use "
     "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
 )
+
+
+Policy = Callable[[Tensor], dict[int, Any]]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported model. values: number of a leaf that is held concrete -> what the trace holds
+    for; reads: the lines of code that read them."""
+
+    program: ExportedProgram
+    values: Mapping[int, Tensor]
+    reads: tuple[str, ...]
 
 
 class WithLoss(nn.Module):
@@ -37,9 +53,25 @@ class WithLoss(nn.Module):
         self.model = model
         self.training = model.training
         self.rebuild = (structure, fixed)
+        _, names, is_tensor = structure
+        self.names = [name for name, tensor in zip(names, is_tensor, strict=True) if tensor]
         self.loss_fn = loss_fn
+        self.real: Mapping[int, Tensor] | None = None
 
     def forward(self, *tensors: Tensor) -> Tensor:
+        if self.real is None:
+            return self._loss(tensors)
+        state = [*self.model.parameters(), *self.model.buffers()]
+        concrete = Concrete(tensors, self.real, state)
+        try:
+            with concrete:
+                loss = self._loss(concrete.leaves(tensors))
+        except DataDependentError as error:
+            raise concrete.needs(error) from error
+        concrete.check_unchanged(self.names)
+        return loss
+
+    def _loss(self, tensors: Sequence[Tensor]) -> Tensor:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
         loss = pick_loss(self.model(*args, **kwargs), self.loss_fn)
@@ -65,18 +97,68 @@ def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
     return loss
 
 
-def export(whole: WithLoss, tensors: Sequence[Tensor]) -> ExportedProgram:
-    """Export with as many symbolic dimensions as the model allows."""
-    failures: list[Exception] = []
+def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
+    """Export with as many symbolic dimensions, and as few concrete values, as the model allows."""
+    failure: Exception | None = None
+    held: frozenset[int] | None = None
+    reads: tuple[str, ...] = ()
     for policy in (_all_dims, _integer_dims, _first_dims, _no_dims):
-        shapes = (tuple(policy(tensor) for tensor in tensors),)
         try:
-            return torch.export.export(whole, tuple(tensors), dynamic_shapes=shapes, strict=False)
-        except CaptureError:
-            raise
+            program, held, found = _with_values(whole, tensors, policy, held)
+        except (CaptureError, NeedsValuesError) as error:
+            failure = error
+            break
         except Exception as error:
-            failures.append(error)
-    raise CaptureError(_explain(whole.model, failures[-1])) from failures[-1]
+            failure = error
+            continue
+        values = {number: tensors[number].detach().clone() for number in held or ()}
+        return Traced(program, values, (*reads, *found))
+    if isinstance(failure, CaptureError):
+        raise failure
+    assert failure is not None
+    raise CaptureError(_explain(whole.model, failure)) from failure
+
+
+def _with_values(
+    whole: WithLoss, tensors: Sequence[Tensor], policy: Policy, held: frozenset[int] | None
+) -> tuple[ExportedProgram, frozenset[int] | None, tuple[str, ...]]:
+    """The export, the leaves that it had to hold concrete beside those given, and who reads them.
+
+    Raises NeedsValuesError where Python reads what does not come from integer leaves alone.
+    """
+    reads: tuple[str, ...] = ()
+    while True:
+        try:
+            return _attempt(whole, tensors, policy, held), held, reads
+        except DataDependentError:
+            if held is not None:
+                raise
+            held = frozenset()
+        except NeedsValuesError as error:
+            if held is None or not _can_hold(error.leaves - held, tensors):
+                raise
+            held, reads = held | error.leaves, (*reads, error.line)
+
+
+def _attempt(
+    whole: WithLoss, tensors: Sequence[Tensor], policy: Policy, held: frozenset[int] | None
+) -> ExportedProgram:
+    """held: the leaves whose values the trace may use; None for a trace that has no need of any."""
+    numbers = range(len(tensors))
+    shapes = tuple({} if held and i in held else policy(tensors[i]) for i in numbers)
+    whole.real = None if held is None else {number: tensors[number] for number in held}
+    with quiet_failure():
+        return torch.export.export(whole, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
+
+
+def _can_hold(leaves: frozenset[int], tensors: Sequence[Tensor]) -> bool:
+    """Whether these leaves may become concrete: integers and flags, which may repeat."""
+    kinds = [number in range(len(tensors)) and not _is_float(tensors[number]) for number in leaves]
+    return bool(kinds) and all(kinds)
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _all_dims(tensor: Tensor) -> dict[int, Any]:
@@ -101,13 +183,16 @@ def _explain(model: nn.Module, error: Exception) -> str:
     where = "the model"
     for frame, line in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
-        if id(owner) in names:
+        if id(owner) in names and (where == "the model" or not is_torch_code(frame.f_code)):
             module = names[id(owner)] or "(the model itself)"
-            code = frame.f_code
-            where = f"module {module} ({type(owner).__name__}), {code.co_filename}:{line}"
+            where = f"module {module} ({type(owner).__name__}), {frame.f_code.co_filename}:{line}"
+    if isinstance(error, NeedsValuesError):
+        where += f", reading a value at {error.line}"
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     cause = " ".join(str(error).split())[:300]
     return (
         f"cannot trace {where}: {type(error).__name__}: {cause}. Python control flow on tensor "
-        "values (if x.sum() > 0, .item(), .tolist(), loops over tensors) cannot be part of a "
-        "graph: use torch.where or tensor operations there, or move it out of forward"
+        "values (if x.sum() > 0, .item(), .tolist(), loops over tensors) can be part of a graph "
+        "only where the values come from integer inputs alone: use torch.where or tensor "
+        "operations there, or move it out of forward"
     )

@@ -63,6 +63,12 @@ def _parted(
     return tensors, fixed, (spec, names, tuple(isinstance(value, Tensor) for value in leaves))
 
 
+def contents(tensor: Tensor) -> bytes:
+    """What is in a tensor, to be compared with what is in others of its shape and dtype."""
+    data: bytes = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return data
+
+
 def rebuild(
     tensors: Sequence[Tensor], structure: Any, fixed: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -143,6 +143,17 @@ class Pipe:
         return self._variants.first.captured
 
     @property
+    def variants(self) -> tuple[Captured, ...]:
+        """The graphs of all variants that microbatches have asked for so far; the first is
+        `captured`."""
+        return tuple(lowered.captured for lowered in self._variants.all)
+
+    @property
+    def captures(self) -> int:
+        """How often the model has been traced, by this pipe and those it was rescheduled from."""
+        return self._variants.captures
+
+    @property
     def regions(self) -> Regions:
         """Which region every node is in."""
         return self._variants.first.regions

@@ -3,18 +3,28 @@
 Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
 """
 
+import io
+import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import function
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
@@ -135,3 +145,70 @@ def watching_hooks(seen: list[str]) -> Iterator[None]:
         yield
     finally:
         Tensor.register_hook = original  # type: ignore[method-assign]
+
+
+DataDependentError = GuardOnDataDependentSymNode
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_mapped() -> bool:
+    """Whether code runs inside vmap or another transform, whose tensors hide real ones."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Operators run for real inside this context, whatever traces around it."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch._C._DisablePythonDispatcher(),
+    ):
+        yield
+
+
+@contextmanager
+def quiet_failure() -> Iterator[None]:
+    """A failing torch.export writes no whole graph to stderr: its error says what is of use."""
+    said = io.StringIO()
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(said):
+            yield
+        sys.stderr.write(said.getvalue())
+    finally:
+        logger.setLevel(level)
+
+
+def unbacked_symbols(value: object) -> set[sympy.Symbol]:
+    """The numbers in a value that depend on the data of a tensor."""
+    if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_unbacked_symbols(value))
+    return set()
+
+
+def is_torch_code(code: CodeType) -> bool:
+    """Whether code is of torch itself."""
+    return code.co_filename.startswith(str(Path(torch.__file__).parent))
+
+
+def calling_line(error: BaseException | None = None) -> str:
+    """`file:line` of the innermost code outside of torch: of an error, or of the caller."""
+    if error is not None:
+        walked = list(traceback.walk_tb(error.__traceback__))
+    else:
+        walked = list(traceback.walk_stack(None))[::-1]
+    own = str(Path(__file__).parent)
+    codes = [(frame.f_code, line) for frame, line in walked]
+    names = [
+        f"{code.co_filename}:{line}"
+        for code, line in codes
+        if not is_torch_code(code) and not code.co_filename.startswith(own)
+    ]
+    return names[-1] if names else "unknown"

@@ -17,7 +17,7 @@ from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.exporting import LossFn
-from fxpipe.inputs import Microbatch, flatten
+from fxpipe.inputs import Microbatch, contents, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
 from fxpipe.mode import Mode, mode_of, refuse_autocast
@@ -26,6 +26,7 @@ from fxpipe.scheduler import Scheduler
 from fxpipe.torch_internals import has_hooks, watching_hooks
 
 LIMIT = 16
+REMEMBERED = 4096  # sets of shapes and values
 
 
 class Fit(NamedTuple):
@@ -79,6 +80,11 @@ class Variants:
         return self.all[0]
 
     @property
+    def captures(self) -> int:
+        """How many graphs were traced, also for other schedules and other modes."""
+        return len({id(lowered.captured) for _, lowered in self._known})
+
+    @property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the model's loss."""
         dtype: torch.dtype = self.first.captured.terms[0].meta["val"].dtype
@@ -123,8 +129,12 @@ class Variants:
         tensors, fixed, structure = flatten(microbatch)
         plain = [tensor for _, tensor in tensors]
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in plain)
-        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed)
+        held = {name for known in self.all for name in known.captured.values}
+        values = tuple((name, contents(tensor)) for name, tensor in tensors if name in held)
+        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed), values
         if key not in self._fits:
+            if len(self._fits) == REMEMBERED:
+                self._fits.clear()
             number = self._number(microbatch, what)
             self._fits[key] = number, Sizes(self.all[number].captured, plain)
         return Fit(*self._fits[key], plain)
