@@ -100,8 +100,8 @@ class Seam:
 class Cut:
     """Regions, stages in topological order, seams, and which stages share trained parameters.
 
-    shared: each entry is the stages that hold the same trained parameters: one stage for a
-    replicated region, several for tied weights. Its gradients are summed over `ranks_of(entry)`.
+    shared: each entry is the stages that hold the same trained parameters, or only read them: one
+    stage for a replicated region, several for tied weights. Gradients are summed over its ranks.
     """
 
     ranks: int

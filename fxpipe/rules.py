@@ -99,12 +99,11 @@ def footprint(table: Table) -> Iterator[str]:
         if seam.grads:
             yield from _unanswered(seam, table.cut)
     for entry in table.cut.shared:
-        for name in entry:
-            if not _trains(table.cut.stage[name]):
-                yield (
-                    f"`shared {' '.join(entry)}`: {name} has no backward op, so it trains "
-                    f"nothing to share; give it a W, or leave {name} out"
-                )
+        if not any(_trains(table.cut.stage[name]) for name in entry):
+            yield (
+                f"`shared {' '.join(entry)}`: none of these has a backward op, so they train "
+                f"nothing to share; give one a W, or leave the line out"
+            )
 
 
 def _unasked(stage: Stage, cut: Cut) -> Iterator[str]:

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture import Captured
 from fxpipe.copying import Joint
-from fxpipe.dataflow import arguments, is_in_place
+from fxpipe.dataflow import arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.split import Stage, Stages
@@ -82,6 +82,7 @@ class StageTrace:
         if any(map(is_in_place, traced.graph.nodes)):
             # Some formulas of autograd write in place: the parts must not depend on the order.
             traced = functionalise(traced)
+        _reshape(traced.graph)
         holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         labels = [*self.names, *(f"d_{value}_{to}" for value, to in self.wanted), "weight"]
         outputs = arguments(traced.graph.output_node())[0]
@@ -128,6 +129,13 @@ class StageTrace:
             *(loss.detach() for loss in losses),
             *_gradients(made, targets, given),
         ]
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """Views may copy: some kernels lay their results out otherwise than their traces say."""
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 def _gradients(

@@ -119,14 +119,23 @@ class _Writer:
         kwargs = fx.node.map_arg(dict(node.kwargs), self.read)
         if node.target is aten.copy_.default:
             value = self._call(aten.to.dtype, (args[1], target.meta["val"].dtype), node)
-            return self._call(aten.expand_as.default, (value, args[0]), node)
+            value = self._call(aten.expand_as.default, (value, args[0]), node)
+            return self._over(target, value, node)
         if node.target is aten.zero_.default:
-            return self._call(aten.zeros_like.default, args, node)
+            value = self._call(aten.zeros_like.default, args, node)
+            return self._over(target, value, node)
         value = self._call(_counterpart(node), args, node, kwargs)
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if _is_tensor(n)}
         if len(dtypes) > 1:
             value = self._call(aten.to.dtype, (value, target.meta["val"].dtype), node)
         return value
+
+    def _over(self, target: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
+        """All of a tensor replaced: what it was gets a gradient of zeros, which is not None."""
+        if NO_GRAD in node.meta or not self._is_tracked(target):
+            return value
+        zeros = self._call(aten.fill.Scalar, (self.read(target), 0), node)
+        return self._call(aten.add.Tensor, (value, zeros), node)
 
     def _store(self, target: fx.Node, value: fx.Node, write: fx.Node) -> None:
         """Give `target` a new value, and with it everything that it is a view of."""

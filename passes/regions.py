@@ -15,7 +15,15 @@ from fxpipe.capture import Captured
 from fxpipe.cut import Role
 from fxpipe.dataflow import behind, calls, data_inputs, is_random, path
 from fxpipe.errors import RegionError
-from fxpipe.passes.seeds import Facts, Seeds, found_seeds, given_seeds
+from fxpipe.passes.seeds import (
+    BACKBONE,
+    Facts,
+    Seeds,
+    earlier,
+    found_seeds,
+    given_seeds,
+    without,
+)
 
 CHEAP = 0.02
 
@@ -57,12 +65,29 @@ def find_regions(
 ) -> Regions:
     """Regions of a captured graph; `given` (region -> module names) overrides what is found.
 
-    symbols: sizes of the example microbatch, by which work is weighed. Raises RegionError when a
-    given name is no module, or the regions would depend on one another in a circle.
+    symbols: sizes of the example microbatch, by which work is weighed. Found regions that would
+    depend on one another in a circle become one. Raises RegionError when a given name is no module,
+    or given regions depend on one another in a circle.
     """
     facts = Facts(captured, symbols)
     seeds = given_seeds(facts, given) if given else found_seeds(facts)
-    return _Growth(facts, seeds).regions()
+    growth, turned = _Growth(facts, seeds), set[frozenset[str]]()
+    while clash := growth.clash():
+        source, reader, maker = clash
+        if given:
+            raise RegionError(
+                f"region {reader} reads {source.name} (module {path(source) or 'root'}) of region "
+                f"{maker}, which comes after it. Name the modules of each region with "
+                "regions={'encoder': [...], 'backbone': [...], 'generator': [...]}"
+            )
+        pair = frozenset({reader, maker})
+        if seeds.roles[reader] is seeds.roles[maker] and pair not in turned:
+            turned.add(pair)
+            seeds = earlier(seeds, maker, reader)
+        else:
+            seeds = without(seeds, maker if reader == BACKBONE else reader)
+        growth = _Growth(facts, seeds)
+    return growth.regions()
 
 
 class _Growth:
@@ -81,11 +106,7 @@ class _Growth:
         self.why = dict(seeds.why)
 
     def regions(self) -> Regions:
-        """Every node claimed. Raises RegionError when regions depend on one another in a circle."""
-        self._claim_coloured()
-        self._claim_connectors()
-        self._claim_rest()
-        self._check_order()
+        """What `clash` has claimed."""
         seeds = self.seeds
         return Regions(seeds.roles, self.of, self.why, seeds.blocks, frozenset(self.cheap))
 
@@ -158,18 +179,17 @@ class _Growth:
                 self.of[node] = owners[:1]
                 self.why[node] = f"feeds {owners[0]}"
 
-    def _check_order(self) -> None:
+    def clash(self) -> tuple[fx.Node, str, str] | None:
+        """Claim every node; one that a region reads of a later one, the reader and the maker."""
+        self._claim_coloured()
+        self._claim_connectors()
+        self._claim_rest()
         for node in self.nodes:
             for source in data_inputs(node):
-                if source not in self.of:
-                    continue
-                reader, maker = self.of[node][0], self.of[source][-1]
-                if len(self.of[source]) == 1 and self.rank[maker] > self.rank[reader]:
-                    raise RegionError(
-                        f"region {reader} reads {source.name} (module {path(source) or 'root'}) of "
-                        f"region {maker}, which comes after it. Name the modules of each region "
-                        "with regions={'encoder': [...], 'backbone': [...], 'generator': [...]}"
-                    )
+                makers = self.of.get(source, ())
+                if len(makers) == 1 and self.rank[makers[0]] > self.rank[self.of[node][0]]:
+                    return source, self.of[node][0], makers[0]
+        return None
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ generators. A user's `regions=` replaces all of this by the names of modules.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -33,6 +33,21 @@ class Seeds:
     forced: dict[fx.Node, str]
     blocks: tuple[tuple[fx.Node, ...], ...]
     why: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def without(seeds: Seeds, region: str) -> Seeds:
+    """Without a region: its nodes go where those around them go."""
+    forced = {node: name for node, name in seeds.forced.items() if name != region}
+    roles = {name: role for name, role in seeds.roles.items() if name != region}
+    why = {node: reason for node, reason in seeds.why.items() if node in forced}
+    return Seeds(roles, forced, seeds.blocks, why)
+
+
+def earlier(seeds: Seeds, region: str, before: str) -> Seeds:
+    """With a region before another one of its role."""
+    names = [name for name in seeds.roles if name != region]
+    names.insert(names.index(before), region)
+    return replace(seeds, roles={name: seeds.roles[name] for name in names})
 
 
 class Facts:

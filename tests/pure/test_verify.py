@@ -68,7 +68,7 @@ BROKEN = [
         "llm1 must make the gradient, but has only",
     ),
     ("footprint", "vision: FW", "vision: F", "vision must read the gradient, but has no backward"),
-    ("footprint", "vision: FW", "vision: F", "`shared vision`: vision has no backward op, so it"),
+    ("footprint", "vision: FW", "vision: F", "`shared vision`: none of these has a backward op"),
     ("defined_once", "llm0.W0 ", "llm0.W0 llm0.W0 ", "runs already on rank 0"),
     ("placed", "vision.F0 ", "vision.F0 llm1.F0 ", "llm1.F0 belongs on rank 1: the stage lives"),
     (

@@ -1,0 +1,42 @@
+"""Random models under random schedules: what eager gives, or a refusal that can be read.
+
+`python -m tests.fuzz` runs many more of them.
+"""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.fuzz.draw import specs
+from tests.fuzz.judge import INVALID, REFUSED, RIGHT, judge
+from tests.fuzz.spec import Encoder, Generator, Run, Spec, smaller
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+@given(specs(small=True))
+def test_random_models(spec: Spec) -> None:
+    verdict = judge(spec)
+    assert verdict.kind in (RIGHT, REFUSED, INVALID), (verdict.text, spec)
+    assert verdict.kind != REFUSED or len(verdict.text) > 60
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.judge._sum", lambda grads, weights: dict(grads[0]))
+    assert judge(Spec(microbatches=Spec().microbatches * 2)).about.startswith("gradient of")
+
+
+def test_smaller_ends_at_the_default() -> None:
+    spec: Spec = Spec(
+        encoders=(Encoder(join="cat"),), generators=(Generator(),), runs=(Run(), Run())
+    )
+    steps = 0
+    while found := next(iter(smaller(spec)), None):
+        spec, steps = found, steps + 1
+    assert spec == Spec(blocks=spec.blocks, microbatches=spec.microbatches)
+    assert steps < 20

@@ -1,0 +1,102 @@
+"""Many random models: python -m tests.fuzz --models 2000 --seed 1 [--spec 'Spec(...)']
+
+Prints every model that is not right as it is found, and at the end how many were right, refused
+(by kind of message), wrong, or did not end. `--smaller` makes each wrong one as small as can be.
+"""
+
+import argparse
+import time
+import warnings
+from collections import Counter
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz import spec as specs_module
+from tests.fuzz.draw import specs
+from tests.fuzz.judge import CRASH, HANG, INVALID, RIGHT, WRONG, Verdict, judge
+from tests.fuzz.spec import Spec, smaller
+
+BAD = (WRONG, CRASH, HANG)
+
+
+def drawn(number: int) -> Spec:
+    """The random spec of a number. Of two examples the first is always the simplest there is."""
+    found: list[Spec] = []
+
+    @seed(number)
+    @settings(
+        max_examples=2,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(specs())
+    def note(spec: Spec) -> None:
+        found.append(spec)
+
+    note()
+    return found[-1]
+
+
+def smallest(spec: Spec, verdict: Verdict) -> Spec:
+    """The smallest spec with the same kind of verdict that single steps lead to."""
+    for other in smaller(spec):
+        assert isinstance(other, Spec)
+        found = judge(other)
+        if found.kind == verdict.kind and found.about[:40] == verdict.about[:40]:
+            return smallest(other, verdict)
+    return spec
+
+
+def hunt(models: int, start: int, shrink: bool) -> Counter[tuple[str, str]]:
+    """Judge random models; what is found, by kind."""
+    counts: Counter[tuple[str, str]] = Counter()
+    begun = time.perf_counter()
+
+    for number in range(models):
+        spec = drawn(start * 1_000_000 + number)
+        verdict = judge(spec)
+        key = verdict.kind, verdict.about
+        counts[key] += 1
+        if verdict.kind not in (RIGHT, INVALID) and (counts[key] <= 2 or verdict.kind in BAD):
+            print(f"{number} {verdict.kind}: {verdict.text[:600]}\n    {spec}", flush=True)
+            if shrink and verdict.kind in BAD and counts[key] == 1:
+                print(f"    smallest: {smallest(spec, verdict)}", flush=True)
+        if number % 50 == 49:
+            print(f"-- {number + 1} models, {time.perf_counter() - begun:.0f} s", flush=True)
+    return counts
+
+
+def report(counts: Counter[tuple[str, str]]) -> str:
+    """Counts and shares; shares are of the models that eager runs."""
+    valid = sum(n for (kind, _), n in counts.items() if kind != INVALID)
+    lines = [f"{valid} models, and {sum(counts.values()) - valid} that eager does not run"]
+    for (kind, about), number in sorted(counts.items(), key=lambda item: -item[1]):
+        share = "" if kind == INVALID else f" ({100 * number / max(valid, 1):.1f} %)"
+        lines.append(f"{number:6} {kind}{share} {about}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smaller", action="store_true")
+    parser.add_argument("--spec", help="judge this one model")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if args.spec:
+        spec = eval(args.spec, vars(specs_module))
+        verdict = judge(spec)
+        print(verdict)
+        if args.smaller:
+            print(smallest(spec, verdict))
+        return
+    print(report(hunt(args.models, args.seed, args.smaller)))
+
+
+if __name__ == "__main__":
+    main()
