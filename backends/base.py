@@ -7,6 +7,7 @@
     reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
     expect(sizes) -> handle                 before the first op: get ready for the last exchange
     share(handle, numbers) -> numbers       float64; all ranks', one after the other
+    collect(tensors, to) -> tensors         by key; all ranks', on one rank or on all
 
 Handles are the transport's own.
 """
@@ -21,6 +22,7 @@ from fxpipe.backends.device import Device
 from fxpipe.table import Table
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+Key = tuple[int, int]
 T = TypeVar("T")
 
 
@@ -57,6 +59,10 @@ class Transport(Protocol):
 
     def share(self, handle: Any, numbers: Tensor) -> Tensor:
         """Give every rank the numbers of all, in rank order; the last exchange of a step."""
+        ...
+
+    def collect(self, tensors: Mapping[Key, Tensor], to: int | None) -> dict[Key, Tensor]:
+        """Give rank `to`, or every rank, the tensors of all; their shapes need not be known."""
         ...
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.backends.base import LostError, Spec, Transport
+from fxpipe.backends.base import Key, LostError, Spec, Transport
 from fxpipe.backends.device import Device
 from fxpipe.errors import RankError
 from fxpipe.table import Table
@@ -143,6 +143,13 @@ class _Receive(NamedTuple):
     name: str
 
 
+class _Send(NamedTuple):
+    source: int
+    target: int
+    number: int
+    name: str
+
+
 class _LocalTransport:
     """The transport of one thread."""
 
@@ -152,13 +159,17 @@ class _LocalTransport:
         self._wires = wires
         self._rounds: dict[str, int] = {}
 
-    def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> None:
+    def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> _Send:
         number = _next(self._wires.sent, (self._rank, peer))
         copies = tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
         self._wires.messages[self._rank, peer, number] = copies
+        return _Send(self._rank, peer, number, name)
 
-    def sent(self, handle: None) -> None:
-        """Nothing to wait for: the copy has left."""
+    def sent(self, handle: _Send) -> None:
+        """Wait until the receive is posted, as on a wire: no rank runs far ahead of its readers."""
+        posted, pair = self._wires.posted, (handle.source, handle.target)
+        ready = lambda: posted.get(pair, -1) >= handle.number  # noqa: E731
+        self._baton.until(self._rank, ready, f"the receive of {handle.name}")
 
     def post(self, peer: int, specs: Sequence[Spec], name: str) -> _Receive:
         number = _next(self._wires.posted, (peer, self._rank))
@@ -195,6 +206,9 @@ class _LocalTransport:
         shared[self._rank] = numbers
         self._baton.until(self._rank, lambda: len(shared) == handle, "the end of the step")
         return torch.cat([shared[rank] for rank in range(handle)])
+
+    def collect(self, tensors: Mapping[Key, Tensor], to: int | None) -> dict[Key, Tensor]:
+        return dict(tensors)  # all ranks are in this process, which puts them together
 
 
 _Key = TypeVar("_Key")

@@ -5,7 +5,7 @@ out again so that each lives no longer than it is needed. This is the hot path o
 the process groups' own methods, since `isend` and `irecv` check and translate first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.backends.base import LostError, Spec
+from fxpipe.backends.base import Key, LostError, Spec
 
 _ALIGN = 16  # bytes: the largest element
 _LAST = 1  # tag of the last exchange of a step; transfers have 0
@@ -51,6 +51,7 @@ class Wire:
         channels: Mapping[tuple[int, int], Channel],
     ) -> None:
         self._rank = rank
+        self._size = max(max(ranks) for ranks in groups) + 1
         self._device = device
         self._groups = groups
         self._channels = channels
@@ -168,6 +169,49 @@ class Wire:
         padded = [torch.empty_like(mine) for _ in parts]
         dist.all_gather([_bytes(wide) for wide in padded], _bytes(mine), group)
         return torch.cat([w[: part.numel()] for w, part in zip(padded, parts, strict=True)])
+
+    def collect(self, tensors: Mapping[Key, Tensor], to: int | None) -> dict[Key, Tensor]:
+        """First what there is, then one message from each rank that has anything."""
+        group = self._groups[tuple(range(self._size))]
+        mine = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}
+        theirs: list[dict[Key, Spec]] = [{} for _ in range(self._size)]
+        try:
+            dist.all_gather_object(theirs, mine, group)
+            found = dict(tensors) if to in (None, self._rank) else {}
+            for rank, specs in enumerate(theirs):
+                reads = rank != self._rank and to in (None, self._rank)
+                if specs and (reads or rank == self._rank != to):
+                    payload = self._moved(group, rank, tensors, specs.values(), to)
+                if specs and reads:
+                    found.update(zip(specs, unpack(payload, list(specs.values())), strict=True))
+        except RuntimeError as error:
+            raise LostError(f"the outputs did not reach every rank ({error})") from error
+        return found
+
+    def _moved(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        tensors: Mapping[Key, Tensor],
+        specs: Iterable[Spec],
+        to: int | None,
+    ) -> Tensor:
+        """What a rank has, in one buffer, on that rank and on those that it comes to."""
+        if self._rank == rank:
+            plain = [value.resolve_conj().resolve_neg() for value in tensors.values()]
+            payload = pack(plain, self._device)
+        else:
+            size = sum(_padded(nbytes(spec)) for spec in specs)
+            payload = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if not payload.nbytes:
+            return payload
+        if to is None:
+            dist.broadcast(payload, group=group, group_src=rank)
+        elif self._rank == rank:
+            group.send([payload], to, _LAST).wait()
+        else:
+            group.recv([payload], rank, _LAST).wait()
+        return payload
 
 
 def nbytes(spec: Spec) -> int:

@@ -11,13 +11,19 @@ from fxpipe.cut import Cut
 from fxpipe.table import Op, Table
 
 if TYPE_CHECKING:
+    from fxpipe.evaluation import Evaluation
     from fxpipe.pipe import Pipe, compile
     from fxpipe.steps import Result
 
-__all__ = ["Cut", "Op", "Pipe", "Result", "Table", "compile"]
+__all__ = ["Cut", "Evaluation", "Op", "Pipe", "Result", "Table", "compile"]
 __version__ = "0.1.0"
 
-_LAZY = {"Pipe": "fxpipe.pipe", "Result": "fxpipe.steps", "compile": "fxpipe.pipe"}
+_LAZY = {
+    "Evaluation": "fxpipe.evaluation",
+    "Pipe": "fxpipe.pipe",
+    "Result": "fxpipe.steps",
+    "compile": "fxpipe.pipe",
+}
 
 
 def __getattr__(name: str) -> Any:

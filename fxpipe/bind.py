@@ -6,7 +6,7 @@ checked here, before anything is sent.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -146,6 +146,7 @@ class Bound:
         self.index = index
         self.variant = variant
         self.weight = weight
+        self.captured = lowered.captured
         self._lowered = lowered
         self._size = sizes
         self._feeds: dict[str, tuple[Tensor | int, ...]] = {}
@@ -164,6 +165,15 @@ class Bound:
         tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
         self._tensors[placeholder] = tensor
         return tensor
+
+    @property
+    def returns(self) -> bool:
+        """Whether it gives more than a loss."""
+        return self.captured.returned.count > 0
+
+    def output(self, tensors: Sequence[Tensor]) -> Any:
+        """What was wanted of the model's output, with these tensors in it."""
+        return self.captured.returned.output(tensors, self._size)
 
     def spec(self, source: str, target: str, kind: Kind) -> tuple[Spec, ...]:
         """Shapes and dtypes of what crosses a seam: its values (F) or its gradients (B)."""

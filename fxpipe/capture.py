@@ -9,7 +9,7 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -20,12 +20,13 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
-from fxpipe.exporting import WRITES, LossFn, Traced, WithLoss, export
+from fxpipe.exporting import WRITES, Traced, WithLoss, export
 from fxpipe.inputs import Leaf, Microbatch, contents, flatten
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.torch_internals import expression, watching_autograd_functions
+from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
 PREFIX = "model."
 _ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
@@ -36,7 +37,8 @@ _NORMS = (aten.batch_norm.default, aten.instance_norm.default)
 class Captured:
     """One variant of the model: its graph, and what the graph assumes of a microbatch.
 
-    graph: placeholders are `state` then `leaves`; its outputs are the additive terms of the loss
+    graph: placeholders are `state` then `leaves`; its outputs are the additive terms of the loss,
+    and then what `returned` says
     state: placeholder -> the model's own name of the parameter, buffer or constant
     constants: tensors made while it was traced, by the name in `state`; ranges: sizes of a symbol
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
@@ -55,12 +57,24 @@ class Captured:
     ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
     parameters: frozenset[str]
     trained: frozenset[str]
+    returned: Returned = LOSS_ONLY
+
+    @property
+    def ends(self) -> tuple[fx.Node, ...]:
+        """All that the graph returns: the loss terms, then the other values."""
+        found: tuple[fx.Node, ...] = arguments(self.graph.graph.output_node())[0]
+        return found
 
     @property
     def terms(self) -> tuple[fx.Node, ...]:
-        """The nodes of the loss terms."""
-        found: tuple[fx.Node, ...] = arguments(self.graph.graph.output_node())[0]
-        return found
+        """The nodes of the loss terms; none where the model returned no loss."""
+        return self.ends[: len(self.ends) - self.returned.count]
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the model's loss."""
+        dtype: torch.dtype = self.terms[0].meta["val"].dtype if self.terms else torch.float32
+        return dtype
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{leaf.name}{list(leaf.shape)}" for leaf in self.leaves)
@@ -69,23 +83,34 @@ class Captured:
         )
 
 
-def capture(model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss_fn: LossFn | None = None,
+    *,
+    outputs: Outputs = False,
+    train: bool = True,
+) -> Captured:
     """Trace `model` on one microbatch (a dict of keyword arguments, or a tuple).
 
     The model returns a scalar loss, an object with `.loss`, or anything that `loss_fn` turns into
-    a scalar. Raises CaptureError naming the module, the source line and the construct.
+    a scalar; outputs: what else is wanted of it (`wanted.Reader`). Without `train` the model runs
+    under no_grad. Raises CaptureError naming the module, the source line and the construct.
     """
     tensors, fixed, structure = flatten(microbatch)
-    whole = WithLoss(model, structure, fixed, loss_fn)
+    reader = Reader(loss_fn, outputs)
+    whole = WithLoss(model, structure, fixed, reader)
     applied: list[str] = []
-    with watching_autograd_functions(applied):
+    with watching_autograd_functions(applied), torch.set_grad_enabled(train):
         exported = export(whole, [tensor for _, tensor in tensors])
-    if applied:
+    if applied and train:
         raise CaptureError(
             f"custom autograd function {applied[0]}: tracing loses its backward, and gradients "
             "would be wrong. Write it with torch.library.custom_op and register_autograd instead"
         )
-    return _captured(model, exported, [name for name, _ in tensors], fixed, structure)
+    names = [name for name, _ in tensors]
+    found = _captured(model, exported, names, fixed, structure, reader.returned)
+    return found if train else replace(found, trained=frozenset())
 
 
 def _captured(
@@ -94,6 +119,7 @@ def _captured(
     names: Sequence[str],
     fixed: tuple[tuple[str, object], ...],
     structure: Any,
+    returned: Returned,
 ) -> Captured:
     exported = traced.program
     labels, constants = _labels(model, exported, names)
@@ -101,7 +127,7 @@ def _captured(
     _refuse_writes(module, labels)
     module = functionalise(module)
     module, state = _tidy(module, labels)
-    module = loss_terms(module)
+    module = loss_terms(module, returned.count)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node for node in holders if node.name not in state]
     parameters = dict(model.named_parameters())
@@ -117,6 +143,7 @@ def _captured(
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
         parameters=frozenset(parameters),
         trained=frozenset(name for name, p in parameters.items() if p.requires_grad),
+        returned=returned,
     )
 
 

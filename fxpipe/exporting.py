@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
+from fxpipe.wanted import Reader
 
-LossFn = Callable[[Any], Tensor]
 WRITES = (
     "in every microbatch. Batch normalisation: call .eval() on that module, or use "
     "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
@@ -40,14 +40,14 @@ class Traced:
 
 
 class WithLoss(nn.Module):
-    """The model and its loss, as a function of the microbatch's tensors alone."""
+    """The model's loss, and what else is wanted, as a function of the microbatch's tensors."""
 
     def __init__(
         self,
         model: nn.Module,
         structure: Any,
         fixed: tuple[tuple[str, object], ...],
-        loss_fn: LossFn | None,
+        reader: Reader,
     ) -> None:
         super().__init__()
         self.model = model
@@ -55,46 +55,30 @@ class WithLoss(nn.Module):
         self.rebuild = (structure, fixed)
         _, names, is_tensor = structure
         self.names = [name for name, tensor in zip(names, is_tensor, strict=True) if tensor]
-        self.loss_fn = loss_fn
+        self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:
-            return self._loss(tensors)
+            return self._values(tensors)
         state = [*self.model.parameters(), *self.model.buffers()]
         concrete = Concrete(tensors, self.real, state)
         try:
             with concrete:
-                loss = self._loss(concrete.leaves(tensors))
+                values = self._values(concrete.leaves(tensors))
         except DataDependentError as error:
             raise concrete.needs(error) from error
         concrete.check_unchanged(self.names)
-        return loss
+        return values
 
-    def _loss(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
-        loss = pick_loss(self.model(*args, **kwargs), self.loss_fn)
+        values = self.reader(self.model(*args, **kwargs))
         changed = [n for n, b in self.model.named_buffers() if b is not before.get(n)]
         if changed:
             raise CaptureError(f"buffer {changed[0]} is assigned by forward, {WRITES}")
-        return loss
-
-
-def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """The scalar loss in what a model returned. Raises CaptureError when there is none."""
-    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
-            f"(found {type(loss).__name__}); pass the labels, or loss_fn=lambda outputs: ..."
-        )
-    if loss.dim() != 0:
-        raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
-            "or in loss_fn, for example with .mean()"
-        )
-    return loss
+        return values
 
 
 def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
@@ -105,7 +89,7 @@ def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
     for policy in (_all_dims, _integer_dims, _first_dims, _no_dims):
         try:
             program, held, found = _with_values(whole, tensors, policy, held)
-        except (CaptureError, NeedsValuesError) as error:
+        except (FxpipeError, NeedsValuesError) as error:
             failure = error
             break
         except Exception as error:
@@ -113,7 +97,7 @@ def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
             continue
         values = {number: tensors[number].detach().clone() for number in held or ()}
         return Traced(program, values, (*reads, *found))
-    if isinstance(failure, CaptureError):
+    if isinstance(failure, FxpipeError):
         raise failure
     assert failure is not None
     raise CaptureError(_explain(whole.model, failure)) from failure

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError
-from fxpipe.torch_internals import flatten_leaves, key_paths, map_leaves, unflatten
+from fxpipe.trees import Tree, map_leaves, take_apart
 
 Microbatch = Mapping[str, Any] | tuple[Any, ...]
 
 # What a dict may hold to be taken apart without a look inside its values.
 _LEAVES = (Tensor, bool, int, float, str)
-# Names of the leaves by structure: finding them takes much longer than the leaves themselves.
-_NAMES: dict[Any, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,17 @@ def flatten(
             f"a microbatch is a dict of keyword arguments or a tuple, not "
             f"{type(microbatch).__name__}; wrap it, for example {{'x': x}}"
         )
-    leaves, spec = flatten_leaves(call)
-    if spec not in _NAMES:
-        _NAMES[spec] = tuple(map(_name, key_paths(call)))
-    return _parted(_NAMES[spec], leaves, spec)
+    leaves, tree = take_apart(call)
+    return _parted(tuple(map(_name, tree.paths())), leaves, tree)
 
 
 def _parted(
-    names: tuple[str, ...], leaves: list[Any], spec: Any
+    names: tuple[str, ...], leaves: list[Any], tree: Tree | None
 ) -> tuple[list[tuple[str, Tensor]], tuple[tuple[str, object], ...], Any]:
     named = list(zip(names, leaves, strict=True))
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     fixed = tuple((name, value) for name, value in named if not isinstance(value, Tensor))
-    return tensors, fixed, (spec, names, tuple(isinstance(value, Tensor) for value in leaves))
+    return tensors, fixed, (tree, names, tuple(isinstance(value, Tensor) for value in leaves))
 
 
 def contents(tensor: Tensor) -> bytes:
@@ -73,21 +69,20 @@ def rebuild(
     tensors: Sequence[Tensor], structure: Any, fixed: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that `flatten` took apart."""
-    spec, names, is_tensor = structure
+    tree, names, is_tensor = structure
     moving, constant = iter(tensors), iter(value for _, value in fixed)
     leaves = [next(moving) if tensor else next(constant) for tensor in is_tensor]
-    if spec is None:
+    if tree is None:
         return (), dict(zip(names, leaves, strict=True))
-    args, kwargs = unflatten(leaves, spec)
+    args, kwargs = tree.together(leaves)
     return args, kwargs
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """`input_ids`, `images[0]`, `argument 0`."""
-    first, *rest = path[1:]
-    key = getattr(first, "key", None)
-    head = key if key is not None else f"argument {first.idx}"
-    return f"{head}{''.join(str(step) for step in rest)}"
+def _name(path: str) -> str:
+    """`input_ids`, `images[0]`, `argument 0`; of a path in (args, kwargs)."""
+    inside = path.partition("]")[2]
+    head, _, rest = inside[1:].partition("]")
+    return f"argument {head}{rest}" if path.startswith("[0]") else f"{head[1:-1]}{rest}"
 
 
 def split_batch(batch: Any, microbatches: int | None) -> list[Microbatch]:

@@ -32,6 +32,7 @@ class StageGraphs:
     state: names of the tensors passed as `state`, in order; trained: the parameters of which W
     gives the gradients, in order; fields and sizes: what `feed` holds of the microbatch;
     kept_b, kept_w: the values that F keeps for B, and B (or F, without B) for W
+    others: which of the values that the model returns beside its loss follow F's losses
     """
 
     stage: str
@@ -45,6 +46,7 @@ class StageGraphs:
     F: fx.GraphModule
     B: fx.GraphModule
     W: fx.GraphModule
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,4 +171,11 @@ def _stage_graphs(captured: Captured, joint: Joint, parts: Parts, recompute: boo
         F=graphs.F,
         B=graphs.B,
         W=graphs.W,
+        others=others(captured, stage),
     )
+
+
+def others(captured: Captured, stage: Stage) -> tuple[int, ...]:
+    """Which of the values that the model returns beside its loss are made in a stage."""
+    first = len(captured.terms)
+    return tuple(index - first for index in stage.terms if index >= first)

@@ -15,8 +15,10 @@ from fxpipe.bind import solve
 from fxpipe.capture import Captured
 from fxpipe.cut import Cut, Layout, Seam
 from fxpipe.errors import RegionError
+from fxpipe.forwarding import forward_alone
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate, repartition
+from fxpipe.passes.follow import follow, pattern_of
 from fxpipe.passes.regions import Regions, find_regions
 from fxpipe.passes.stages import Spans, Staging, assign_stages
 from fxpipe.schedule import Plan
@@ -64,12 +66,20 @@ def lower(
     ranks: int,
     given: Mapping[str, Sequence[str]] | None = None,
     spans: Mapping[str, Spans] | None = None,
+    like: Sequence[Lowered] = (),
 ) -> Lowered:
     """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch.
 
     spans: where another variant cut its regions: one parameter must be in the same stage in all
+    like: lowered graphs whose stages this one must have, each where it is
     """
     symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
+    if like:
+        pattern = pattern_of([(low.captured, low.regions, low.staging) for low in like])
+        regions, staging = follow(captured, symbols, pattern)
+        stages = split(captured, staging)
+        parts = forward_alone(captured, stages)
+        return Lowered(captured, regions, staging, stages, parts, like[0].plan, ranks, ())
     regions = find_regions(captured, symbols, given)
     plan = scheduler.plan(ranks, regions.roles)
     recompute = _known(scheduler.recompute, regions)

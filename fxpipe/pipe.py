@@ -4,7 +4,7 @@ pipe = fxpipe.compile(model, example, schedule="nested/1f1b", ranks=4, backend="
 result = pipe.step(microbatches)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from fxpipe.costs import Costs
 from fxpipe.cut import Cut
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.evaluation import Evaluation, Evaluations
 from fxpipe.explain import explain
-from fxpipe.exporting import LossFn
 from fxpipe.inputs import Microbatch
 from fxpipe.joint import StageGraphs
 from fxpipe.owners import Given as Owners
@@ -30,6 +30,7 @@ from fxpipe.steps import Result, Steps
 from fxpipe.table import Table
 from fxpipe.timeline import Timeline
 from fxpipe.variants import Variants
+from fxpipe.wanted import LossFn
 
 
 def compile(
@@ -90,6 +91,7 @@ class Pipe:
         self.backend = backend
         self._variants = variants
         self._steps = Steps(variants, backend, microbatches, engine)
+        self._evaluations = Evaluations(variants, backend, engine)
         self._example = example
 
     def step(
@@ -108,6 +110,26 @@ class Pipe:
         runs, RankError if a rank fails; then no `.grad` has changed.
         """
         return self._steps.run(batch, weights, order)
+
+    def evaluate(
+        self,
+        batch: Any,
+        *,
+        outputs: bool | str | Sequence[str] | Callable[[Any], Any] = False,
+        to: int | None = None,
+        weights: Sequence[float] | Tensor | None = None,
+        microbatches: int | None = None,
+    ) -> Evaluation:
+        """Forward alone, under no_grad, of any number of microbatches; `.grad` is not touched.
+
+        The model's mode is as it is: call `model.eval()` before, as in eager. batch, weights: as in
+        `step`; microbatches: how many parts one dict is cut into. outputs: True for all that the
+        model returns, names of it, or a function of it, which runs as part of the model; with
+        outputs, microbatches without labels need no loss. to: the one rank that gets the outputs
+        instead of every rank. Raises BatchError before anything runs, RankError if a rank fails.
+        """
+        count = microbatches or self._steps.microbatches
+        return self._evaluations.run(batch, count, outputs, to, weights)
 
     def reschedule(
         self,

@@ -30,6 +30,10 @@ from fxpipe.timeline import Peak, Span, Timeline
 _EPOCH = time.time() - time.perf_counter()
 
 
+# What microbatches return beside their losses: (microbatch, number of the value) -> tensor.
+Outputs = dict[tuple[int, int], Tensor]
+
+
 class Rank:
     """A running rank, as its program sees it."""
 
@@ -38,6 +42,7 @@ class Rank:
         self.times: dict[str, tuple[float, float]] = {}
         self.variants = variants
         self.meters: dict[str, Meter] = {}
+        self.outputs: Outputs = {}
         self.sent = transport.sent
         self._transport = transport
 
@@ -86,6 +91,10 @@ class Rank:
         """The sum over ranks, in their order."""
         return self._transport.reduce(flat, ranks, name)
 
+    def collect(self, any_rank: bool, to: int | None) -> Outputs:
+        """The outputs of all ranks, if any rank may have some."""
+        return self._transport.collect(self.outputs, to) if any_rank else {}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -94,6 +103,7 @@ class Step:
     losses: [microbatches], the same on every rank. gradients: name of parameter -> tensor, for the
     ranks of this process; what several of them hold is there once, their sums being equal. order:
     which microbatch ran as number 0, 1, ... of the table; losses and timeline have its own number.
+    outputs: those that came to the ranks of this process, by the table's numbers.
     """
 
     losses: Tensor
@@ -101,6 +111,7 @@ class Step:
     table: Table
     numbers: Sequence[Tensor]
     order: tuple[int, ...]
+    outputs: Outputs
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -117,17 +128,20 @@ def run_step(
     batch: Sequence[Bound],
     dtype: torch.dtype,
     order: tuple[int, ...] = (),
+    to: int | None = None,
 ) -> Step:
     """Run one step. Collective; raises RankError on every rank if any of them fails.
 
-    batch: in the order of the table; order: which microbatch of the caller each of them is.
+    batch: in the order of the table; order: which microbatch of the caller each of them is; to:
+    the one rank that gets the outputs, if there are any, instead of all.
     """
     order = order or tuple(range(len(batch)))
     table = next(iter(programs.values())).table
     variants = frozenset(mb.variant for mb in batch)
+    collects = any(mb.returns for mb in batch)
     sizes = [_size(table, rank) for rank in range(len(table.rows))]
 
-    def body(rank: int, transport: Transport) -> tuple[Tensor, Grads]:
+    def body(rank: int, transport: Transport) -> tuple[Tensor, Grads, Outputs]:
         running = Rank(rank, transport, variants)
         try:
             with torch.no_grad():
@@ -135,21 +149,34 @@ def run_step(
                 losses, gradients = programs[rank].module.forward(running, *batch)
                 running.now = "the end of the step"
                 numbers = _numbers(programs[rank], running, losses)
-                return transport.share(expected, numbers), gradients
+                numbers = transport.share(expected, numbers)
+                return numbers, gradients, running.collect(collects, to)
         except LostError as lost:
             raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
         except Exception as error:
             raise RankError(_failed(rank, running.now, error, order)) from error
 
-    results = backend.run(body)
-    numbers = torch.split(next(iter(results.values()))[0], sizes)
+    return _gathered(backend.run(body), table, sizes, order, dtype)
+
+
+def _gathered(
+    results: Mapping[int, tuple[Tensor, Grads, Outputs]],
+    table: Table,
+    sizes: Sequence[int],
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Step:
+    """What the ranks of this process have brought."""
+    numbers = torch.split(next(iter(results.values()))[0], list(sizes))
     gradients: Grads = {}
+    outputs: Outputs = {}
     for rank in sorted(results):
+        outputs.update(results[rank][2])
         for name, grad in results[rank][1].items():
             gradients.setdefault(name, grad)
-    losses = torch.empty(len(batch), dtype=dtype)
+    losses = torch.empty(len(order), dtype=dtype)
     losses[list(order)] = _losses(table, numbers).to(dtype)
-    return Step(losses, gradients, table, numbers, order)
+    return Step(losses, gradients, table, numbers, order, outputs)
 
 
 def _failed(rank: int, op: str, error: Exception, order: tuple[int, ...]) -> str:

@@ -23,6 +23,8 @@ from fxpipe.passes.reduce import reduce
 from fxpipe.planner import Planned, plan
 from fxpipe.schedule import AUTO, Plan, Schedule, chunks_of, derive, layout
 from fxpipe.table import Table
+from fxpipe.verify import verify
+from fxpipe.waves import waves
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,26 @@ class Named:
         if reckon and (given or self.options.memory_budget is not None):
             return reckon(given or NOMINAL)
         return _by_flops(cut)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward without a backward, on the stages of another scheduler."""
+
+    base: Scheduler
+    recompute: tuple[str, ...] = field(default=(), init=False)
+    ranks: int | None = field(default=None, init=False)
+    microbatches: int | None = field(default=None, init=False)
+
+    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+        """Where the other scheduler has the regions."""
+        return self.base.plan(ranks, roles)
+
+    def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
+        """Every F of the cut, microbatch after microbatch."""
+        table = waves(cut, microbatches)
+        verify(table)
+        return table
 
 
 def _by_flops(cut: Cut) -> Costs:

@@ -35,7 +35,8 @@ class Stage:
     graph: (state, fields, sizes, received) -> (sent, terms); every group in the order given here
     state: placeholders of parameters, buffers and constants; fields: of the microbatch's tensors
     sizes: placeholder -> the integer, as an expression of the microbatch's symbols
-    received, sent: values that cross seams; terms: which of the model's loss terms are born here
+    received, sent: values that cross seams; terms: which of the model's loss terms, and of the
+    other values that it returns, are born here
     """
 
     name: str
@@ -145,8 +146,8 @@ def _stage(
         env[node].meta = {"val": node.meta["val"]}
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-    terms = [i for i, term in enumerate(captured.terms) if staging.of[term] == (name,)]
-    graph.output((tuple(env[n] for n in sent), tuple(env[captured.terms[i]] for i in terms)))
+    terms = [i for i, term in enumerate(captured.ends) if staging.of[term] == (name,)]
+    graph.output((tuple(env[n] for n in sent), tuple(env[captured.ends[i]] for i in terms)))
     graph.lint()
     return Stage(
         name,

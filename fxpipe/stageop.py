@@ -43,6 +43,7 @@ class Running(Protocol):
     now: str
     times: dict[str, tuple[float, float]]
     variants: frozenset[int]
+    outputs: dict[tuple[int, int], Tensor]
 
     def keep(
         self, stage: str, mb: int, kept: list[Any], state: Sequence[Any], feed: Sequence[Any]
@@ -119,6 +120,11 @@ class StageOp(nn.Module):
     ) -> Any:
         feed = mb.feed(graphs)
         sent, losses, kept = self._call(mb, graphs)(state, feed, received)
+        if graphs.others:
+            first = len(losses) - len(graphs.others)
+            values = zip(graphs.others, losses[first:], strict=True)
+            rank.outputs.update(((mb.index, other), value.detach()) for other, value in values)
+            losses = losses[:first]
         return (*sent, losses, rank.keep(self.stage, mb.index, kept, state, feed))
 
     def _inputs(

@@ -14,7 +14,7 @@ from fxpipe.backends import Backend
 from fxpipe.bind import Bound
 from fxpipe.cut import Cut
 from fxpipe.errors import BatchError
-from fxpipe.inputs import split_batch
+from fxpipe.inputs import Microbatch, split_batch
 from fxpipe.passes.reorder import check_order
 from fxpipe.program import Program, emit
 from fxpipe.runtime import Step, run_step
@@ -35,10 +35,15 @@ class Result:
     @property
     def loss(self) -> Tensor:
         """The step's loss, 0-dim: the sum of weight times loss."""
-        total = torch.zeros((), dtype=self.losses.dtype)
-        for weight, loss in zip(self.weights, self.losses, strict=True):
-            total = total + weight * loss
-        return total
+        return weighted(self.losses, self.weights)
+
+
+def weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """The sum of weight times loss, in the order of the microbatches."""
+    total = torch.zeros((), dtype=losses.dtype)
+    for weight, loss in zip(weights, losses, strict=True):
+        total = total + weight * loss
+    return total
 
 
 class Steps:
@@ -66,6 +71,18 @@ class Steps:
     ) -> Result:
         """One step, as `Pipe.step` describes it."""
         parts = split_batch(batch, self.microbatches)
+        step, _, factors = self.advance(parts, weights, order)
+        self._accumulate(step.gradients)
+        return Result(step.losses, factors.cpu())
+
+    def advance(
+        self,
+        parts: Sequence[Microbatch],
+        weights: Sequence[float] | Tensor | None = None,
+        order: Sequence[int] | None = None,
+        to: int | None = None,
+    ) -> tuple[Step, list[Bound], Tensor]:
+        """Run microbatches: what it gives, what ran, and the weights. No gradient is written."""
         self._variants.follow_mode()
         fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
         factors = self._weights(weights, len(parts))
@@ -78,9 +95,8 @@ class Steps:
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
         self._backend.connect(programs[self._backend.mine[0]].table)
         self._variants.refresh()
-        self.last = run_step(self._backend, programs, bound, factors.dtype, order)
-        self._accumulate(self.last.gradients)
-        return Result(self.last.losses, factors.cpu())
+        self.last = run_step(self._backend, programs, bound, factors.dtype, order, to)
+        return self.last, bound, factors
 
     @property
     def count(self) -> int:

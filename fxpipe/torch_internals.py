@@ -91,25 +91,35 @@ def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
         function._is_setup_context_defined = original
 
 
-def flatten_leaves(value: object) -> tuple[list[Any], Any]:
-    """Leaves of nested dicts, lists, tuples and dataclasses, and a hashable spec."""
-    leaves, spec = pytree.tree_flatten(value)
-    return leaves, spec
+def children_of(value: object) -> tuple[tuple[str, ...], list[Any], Any] | None:
+    """Names, values and a hashable structure of what a container that torch knows holds; None for
+    anything else."""
+
+    def inside(part: object) -> bool:
+        return part is not value
+
+    children, spec = pytree.tree_flatten(value, is_leaf=inside)
+    if len(children) == 1 and children[0] is value:
+        return None
+    if spec not in _CHILD_NAMES:
+        try:
+            paths = [path for path, _ in pytree.tree_flatten_with_path(value, is_leaf=inside)[0]]
+            _CHILD_NAMES[spec] = tuple("".join(map(str, path)) for path in paths)
+        except ValueError:  # registered without names
+            _CHILD_NAMES[spec] = tuple(f"[{index}]" for index in range(len(children)))
+    return _CHILD_NAMES[spec], children, spec
 
 
-def key_paths(value: object) -> list[tuple[Any, ...]]:
-    """The key path of each leaf; much slower than `flatten_leaves`."""
-    named, _ = pytree.tree_flatten_with_path(value)
-    return [path for path, _ in named]
+_CHILD_NAMES: dict[Any, tuple[str, ...]] = {}  # finding them takes much longer than the children
 
 
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """What `flatten_named` took apart."""
-    return pytree.tree_unflatten(leaves, spec)
+def from_children(values: list[Any], spec: Any) -> Any:
+    """What `children_of` took apart."""
+    return pytree.tree_unflatten(values, spec)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` applied to every leaf."""
+    """`value` with `function` applied to every leaf, as torch takes a call's arguments apart."""
     return pytree.tree_map(function, value)
 
 

@@ -101,8 +101,7 @@ class StageTrace:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
     def _loss_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.captured.terms[0].meta["val"].dtype
-        return dtype
+        return self.captured.loss_dtype
 
     def _run(self, plain: list[Any], wanted: list[Tensor], weight: Tensor) -> Any:
         leaves = [

@@ -16,7 +16,6 @@ from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError
-from fxpipe.exporting import LossFn
 from fxpipe.inputs import Microbatch, contents, flatten
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
@@ -24,6 +23,7 @@ from fxpipe.mode import Mode, mode_of, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
 from fxpipe.torch_internals import has_hooks, watching_hooks
+from fxpipe.wanted import LossFn, Outputs
 
 LIMIT = 16
 REMEMBERED = 4096  # sets of shapes and values
@@ -37,6 +37,13 @@ class Fit(NamedTuple):
     tensors: list[Tensor]
 
 
+class ForwardOnly(NamedTuple):
+    """Variants of a forward without a backward: what it returns, and whose stages it has."""
+
+    outputs: Outputs
+    like: Sequence[Lowered]
+
+
 class Variants:
     """Lowered graphs of one model, made as microbatches ask for them."""
 
@@ -48,6 +55,7 @@ class Variants:
         given: Mapping[str, Sequence[str]] | None,
         loss_fn: LossFn | None,
         known: list[tuple[Mode, Lowered]] | None = None,
+        forward: ForwardOnly | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.ranks = ranks
@@ -57,6 +65,7 @@ class Variants:
         self.state: dict[str, Tensor] = {}
         self._model = model
         self._given = given
+        self._forward = forward
         self._loss_fn = loss_fn
         # Everything lowered so far, with the mode that it was traced in: also by other schedules.
         self._known: list[tuple[Mode, Lowered]] = [] if known is None else known
@@ -66,6 +75,11 @@ class Variants:
     def rescheduled(self, scheduler: Scheduler, ranks: int) -> "Variants":
         """The same model for another schedule; what is traced already is not traced again."""
         return Variants(self._model, scheduler, ranks, self._given, self._loss_fn, self._known)
+
+    def forward_only(self, scheduler: Scheduler, forward: ForwardOnly) -> "Variants":
+        """The same model for evaluation."""
+        given, loss_fn = self._given, self._loss_fn
+        return Variants(self._model, scheduler, self.ranks, given, loss_fn, None, forward)
 
     def __getitem__(self, number: int) -> Lowered:
         return self.all[number]
@@ -87,8 +101,7 @@ class Variants:
     @property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the model's loss."""
-        dtype: torch.dtype = self.first.captured.terms[0].meta["val"].dtype
-        return dtype
+        return self.first.captured.loss_dtype
 
     @property
     def device(self) -> torch.device:
@@ -210,11 +223,17 @@ class Variants:
             ranks=self.ranks,
             given=self._given,
             spans=spans,
+            like=() if self._forward is None else self._forward.like,
         )
         self._known.append((self._mode, made))
         return made
 
     def _captured(self, microbatch: Microbatch) -> Captured:
+        if self._forward is not None:
+            outputs = self._forward.outputs
+            found = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=False)
+            self._settle_mode()
+            return found
         seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]
         with watching_hooks(seen):
             captured = capture(self._model, microbatch, self._loss_fn)

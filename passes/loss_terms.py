@@ -15,15 +15,22 @@ from torch import fx
 from fxpipe.dataflow import arguments, aten, function, is_random
 
 
-def loss_terms(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one output per additive term; a loss that is no sum stays one term."""
+def loss_terms(module: fx.GraphModule, others: int = 0) -> fx.GraphModule:
+    """The graph with one output per additive term; a loss that is no sum stays one term.
+
+    others: how many values follow the loss, if there is one; each becomes a detached node.
+    """
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(module.graph, {})
-    output = graph.output(tuple(_terms(graph, outputs[0])))
+    first = len(outputs) - others
+    terms = [term for loss in outputs[:first] for term in _terms(graph, loss)]
+    output = graph.output((*terms, *outputs[first:]))
     # Unused random operators count as impure, attention without dropout among them.
     graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))
     with graph.inserting_before(output):
-        output.args = (tuple(_born(graph, term) for term in arguments(output)[0]),)
+        ends = arguments(output)[0]
+        born = [_born(graph, term) for term in ends[: len(terms)]]
+        output.args = ((*born, *(_detached(graph, value) for value in ends[len(terms) :])),)
     graph.lint()
     return fx.GraphModule(module, graph)
 
@@ -35,6 +42,12 @@ def _born(graph: fx.Graph, term: fx.Node) -> fx.Node:
         return term
     own = graph.call_function(aten.mul.Tensor, (term, 1))
     own.meta = dict(term.meta)
+    return own
+
+
+def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    own = graph.call_function(aten.detach.default, (value,))
+    own.meta = dict(value.meta)
     return own
 
 

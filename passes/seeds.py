@@ -167,7 +167,8 @@ def _generators(
     facts: Facts, core: set[fx.Node], downstream: set[fx.Node], groups: Sequence[Sequence[Chain]]
 ) -> Iterator[list[fx.Node]]:
     """Chains after the backbone with a loss of their own, and weighted terms on float targets."""
-    terms = [term for term in facts.captured.terms if term in downstream]
+    ends = facts.captured.terms or facts.captured.ends
+    terms = [term for term in ends if term in downstream]
     taken: set[fx.Node] = set()
     for group in groups:
         nodes = [node for chain in group for node in chain.nodes]

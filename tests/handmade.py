@@ -82,6 +82,7 @@ class Opaque:
     state: tuple[str, ...]
     trained: tuple[str, ...]
     copies: int = 1  # of what is sent: one bundle per seam
+    others: tuple[int, ...] = ()
 
     def F(self, state: Any, feed: Any, received: Any) -> Any:  # noqa: N802
         """Keep autograd's graph."""
@@ -133,6 +134,8 @@ def stages(ranks: int) -> Stages:
 
 class Microbatch:
     """A bound microbatch of `size` rows."""
+
+    returns = False
 
     def __init__(self, index: int, size: int, weight: float) -> None:
         make = torch.Generator().manual_seed(100 + index)

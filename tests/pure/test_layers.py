@@ -21,6 +21,7 @@ SCHEDULING = (
     "ends",
     "nest",
     "free",
+    "waves",
 )
 ENGINE = ("problem", "numbering", "listing", "policies", "search", "polish")
 PLACING = ("nest", "free", "schedule")
@@ -28,18 +29,29 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
-CAPTURE = ("torch_internals", "inputs", "dataflow", "concrete", "exporting", "capture")
-STAGES = ("split", "bundles", "copying", "partition", "joint", "bind", "lower", "roofline")
+EXPORT = ("concrete", "exporting")
+CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "dataflow", *EXPORT, "capture")
+STAGES = (
+    "split",
+    "bundles",
+    "copying",
+    "partition",
+    "joint",
+    "forwarding",
+    "bind",
+    "lower",
+    "roofline",
+)
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
-    (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages"),
+    (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages", "passes.follow"),
     ("program", "stageop", "delivery", "meter"),
     ("backends", "runtime"),
-    ("", "mode", "variants", "explain", "steps", "pipe"),
+    ("", "mode", "variants", "explain", "steps", "evaluation", "pipe"),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

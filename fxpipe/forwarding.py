@@ -1,0 +1,75 @@
+"""F of every stage of a graph that is never differentiated: it is there already, stage by stage."""
+
+from typing import Any
+
+from torch import fx
+
+from fxpipe import copying
+from fxpipe.capture import Captured
+from fxpipe.copying import Joint, Parts, Whole
+from fxpipe.cut import Kind
+from fxpipe.dataflow import aten, is_random
+from fxpipe.joint import Differentiated, StageGraphs, others
+from fxpipe.split import Stage, Stages
+from fxpipe.torch_internals import fake_mode, guards
+
+
+def forward_alone(captured: Captured, stages: Stages) -> Differentiated:
+    """F of every stage and nothing else. Nothing is traced, so the operators are eager's own."""
+    mode = fake_mode([n.meta["val"] for n in captured.graph.graph.nodes if n.op == "placeholder"])
+    traced = {name: _apart(stages, name) for name in stages}
+    graphs = {name: _graphs(captured, *found) for name, found in traced.items()}
+    return Differentiated(graphs, {}, tuple(guards(mode)), traced)
+
+
+def _apart(stages: Stages, name: str) -> tuple[Joint, Parts]:
+    """A stage's forward, in the form in which graphs are cut; what it sends is contiguous."""
+    stage = stages[name]
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    outputs: Any = graph.graph_copy(stage.graph.graph, env)
+    holders = {node.name: env[node] for node in stage.graph.graph.nodes if node.op == "placeholder"}
+    sent = {}
+    for value, node in zip(stage.sent, outputs[0], strict=True):
+        sent[value] = graph.call_function(aten.contiguous.default, (node,))
+        sent[value].meta = dict(node.meta)
+    graph.output((tuple(sent.values()), outputs[1]))
+    joint = Joint(fx.GraphModule(stage.graph, graph), holders, tuple(sent.values()), outputs[1], {})
+    return joint, _parts(stages, stage, sent)
+
+
+def _parts(stages: Stages, stage: Stage, sent: dict[str, fx.Node]) -> Parts:
+    return Parts(
+        stage=stage,
+        received=[values for (_, to), values in stages.links.items() if to == stage.name],
+        sent=[
+            [sent[value] for value in values]
+            for (by, _), values in stages.links.items()
+            if by == stage.name
+        ],
+        wanted=[],
+        returned=[],
+        weights=[],
+    )
+
+
+def _graphs(captured: Captured, joint: Joint, parts: Parts) -> StageGraphs:
+    stage, whole = parts.stage, Whole(joint, parts)
+    losses = [whole.source[node] for node in joint.losses]
+    checks = [n for n in whole.order if n.op == "call_function" and n.is_impure()]
+    checks = [n for n in checks if not is_random(n)]
+    nothing = fx.GraphModule({}, fx.Graph())
+    return StageGraphs(
+        stage=stage.name,
+        state=tuple(captured.state[holder] for holder in stage.state),
+        trained=(),
+        fields=stage.fields,
+        kept_b=(),
+        kept_w=(),
+        kinds=(Kind.F,),
+        F=copying.forward(whole, parts.sent, losses, [], checks),
+        B=nothing,
+        W=nothing,
+        sizes=tuple(whole.sizes),
+        others=others(captured, stage),
+    )

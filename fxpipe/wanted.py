@@ -1,0 +1,143 @@
+"""What is wanted of a model's output: its loss, and other values that go back to the caller.
+
+A trace returns tensors only. What they are in the output, and what stands beside them there, is
+noted while it is traced, so that the output can be put together again from the tensors.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from fxpipe.errors import BatchError, CaptureError
+from fxpipe.torch_internals import expression
+from fxpipe.trees import Tree, take_apart
+
+LossFn = Callable[[Any], Tensor]
+Outputs = bool | tuple[str, ...] | Callable[[Any], Any]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A leaf of an output that is a tensor: which of the trace's other values it is."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a trace returned: a loss or none and why, then `count` other tensors.
+
+    leaves: of the output: a Place, a size in symbols, or the value itself
+    """
+
+    no_loss: str | None = None
+    count: int = 0
+    tree: Tree | None = None
+    leaves: tuple[object, ...] = ()
+
+    def output(self, tensors: Sequence[Tensor], size: Callable[[sympy.Expr], int]) -> Any:
+        """The output with these tensors in it."""
+        assert self.tree is not None
+        return self.tree.together([_value(leaf, tensors, size) for leaf in self.leaves])
+
+
+def _value(leaf: object, tensors: Sequence[Tensor], size: Callable[[sympy.Expr], int]) -> object:
+    if isinstance(leaf, Place):
+        return tensors[leaf.index]
+    return size(leaf) if isinstance(leaf, sympy.Expr) else leaf
+
+
+LOSS_ONLY = Returned()
+
+
+class Reader:
+    """Called with the model's output inside a trace: its tensors, the loss first.
+
+    outputs: everything (True), values by name, or what a function makes of the output; where any
+    are wanted, there need not be a loss. returned: what the last call has found.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, outputs: Outputs = False) -> None:
+        self.loss_fn = loss_fn
+        self.outputs = outputs
+        self.returned = LOSS_ONLY
+
+    def __call__(self, output: Any) -> tuple[Tensor, ...]:
+        """The loss, if there is one, and the other tensors that are wanted."""
+        if not self.outputs:
+            self.returned = LOSS_ONLY
+            return (pick_loss(output, self.loss_fn),)
+        loss, why = self._loss(output)
+        leaves, tree = take_apart(self._picked(output))
+        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        place = {key: Place(index) for index, key in enumerate(distinct)}
+        names = tree.paths()
+        found = [place.get(id(v)) or _constant(n, v) for n, v in zip(names, leaves, strict=True)]
+        self.returned = Returned(why, len(distinct), tree, tuple(found))
+        return (*([] if loss is None else [loss]), *distinct.values())
+
+    def _loss(self, output: Any) -> tuple[Tensor | None, str | None]:
+        """The loss, or why there is none. A loss function may well fail where labels are absent."""
+        try:
+            return pick_loss(output, self.loss_fn), None
+        except CaptureError as error:
+            return None, str(error)
+        except (AttributeError, KeyError, TypeError) as error:
+            if self.loss_fn is None:
+                raise
+            return None, f"loss_fn raised {type(error).__name__}: {error}"
+
+    def _picked(self, output: Any) -> Any:
+        if callable(self.outputs):
+            return self.outputs(output)
+        if isinstance(self.outputs, tuple):
+            return {name: _named(output, name) for name in self.outputs}
+        return output
+
+
+def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
+    """The scalar loss in what a model returned. Raises CaptureError when there is none."""
+    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
+            f"(found {type(loss).__name__}); pass the labels, or loss_fn=lambda outputs: ..."
+        )
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
+            "or in loss_fn, for example with .mean()"
+        )
+    return loss
+
+
+def _named(output: Any, name: str) -> Any:
+    if isinstance(output, Mapping) and name in output:
+        return output[name]
+    if isinstance(output, Mapping) or not hasattr(output, name):
+        known = list(output) if isinstance(output, Mapping) else list(vars(output))
+        raise BatchError(
+            f"outputs names {name!r}, which the model's {type(output).__name__} has not; it has "
+            f"{', '.join(map(str, known)) or 'no names'}"
+        )
+    return getattr(output, name)
+
+
+def _constant(name: str, value: Any) -> object:
+    """A leaf that is no tensor: it follows from the sizes, or is the same for every microbatch."""
+    if isinstance(value, torch.SymInt):
+        return expression(value)
+    if isinstance(value, _PLAIN):
+        return value
+    raise CaptureError(
+        f"the model's output holds a {type(value).__name__} at output{name}, which cannot be taken "
+        "apart: ask for less, outputs=['logits'] or outputs=lambda out: ..., or register its class "
+        "with torch.utils._pytree.register_pytree_node or torch.export.register_dataclass"
+    )
