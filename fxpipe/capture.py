@@ -25,6 +25,7 @@ from fxpipe.inputs import Leaf, Microbatch, contents, flatten
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
+from fxpipe.passes.off_meta import off_meta
 from fxpipe.torch_internals import expression, watching_autograd_functions
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
@@ -127,7 +128,7 @@ def _captured(
     _refuse_writes(module, labels)
     module = functionalise(module)
     module, state = _tidy(module, labels)
-    module = loss_terms(module, returned.count)
+    module = off_meta(loss_terms(module, returned.count))
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node for node in holders if node.name not in state]
     parameters = dict(model.named_parameters())
@@ -168,6 +169,8 @@ def _labels(
 
 def _digest(tensor: Tensor) -> str:
     """Constants of two variants may be called alike: only equal ones get one name."""
+    if tensor.is_meta:
+        return f"meta{tuple(tensor.shape)}"
     about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     return hashlib.sha256(about + contents(tensor)).hexdigest()[:12]
 

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from fxpipe.bundles import bundled
-from fxpipe.dataflow import aten
+from fxpipe.dataflow import aten, storages
 from fxpipe.split import Stage
 from fxpipe.torch_internals import expression, is_unbacked
 
-_IDENTITY = {aten.detach.default, aten.alias.default}
+IDENTITY = {aten.detach.default, aten.alias.default}
 _BACKWARD = ("state", "feed", "kept", "wanted", "weight")
 
 
@@ -62,7 +62,7 @@ class Whole:
         self.sizes: dict[sympy.Expr, int] = {}
         self.source: dict[fx.Node, fx.Node] = {}
         for node in self.order:
-            source = node.args[0] if node.target in _IDENTITY else node
+            source = node.args[0] if node.target in IDENTITY else node
             assert isinstance(source, fx.Node)
             self.source[node] = self.source.get(source, source)
 
@@ -163,7 +163,9 @@ class _Copy:
         return needed
 
     def _input(self, node: fx.Node, where: str) -> None:
-        self.env[node] = self._holder(self.whole.name(node), node.meta["val"], where)
+        holder = self._holder(self.whole.name(node), node.meta["val"], where)
+        holder.meta["storages"] = storages(node)
+        self.env[node] = holder
 
     def _size(self, node: fx.Node) -> None:
         value = node.meta["val"]

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpipe.torch_internals import expression, is_unbacked, share_storage
+from fxpipe.torch_internals import expression, is_unbacked, share_storage, storage_of
 
 aten = torch.ops.aten
 UNKNOWN_SIZE = 64
@@ -152,6 +152,11 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
+def is_item(node: fx.Node) -> bool:
+    """Whether a node takes one of the values that an operator makes."""
+    return node.target is operator.getitem
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result shares its input's storage."""
     if node.target is aten._unsafe_view.default:
@@ -190,6 +195,13 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [item for item in values if isinstance(item, Tensor)]
 
 
+def storages(node: fx.Node) -> tuple[object, ...]:
+    """The memory of each tensor that a node makes; nodes of one trace that is used for several
+    pieces of a graph have the same traced values, and each its own memory."""
+    known: tuple[object, ...] | None = node.meta.get("storages")
+    return tuple(map(storage_of, tensors_of(node))) if known is None else known
+
+
 def size_in_numbers(value: Any, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> tuple[int, ...]:
     """A traced tensor's shape for one microbatch; sizes that depend on data count as 64."""
     shape = []
@@ -210,7 +222,7 @@ def flops(node: fx.Node, shape: Callable[[Tensor], Sequence[Any]]) -> Any:
     Two for each product that is summed up; everything else counts one for each element it makes.
     """
     tensors = tensors_of(node)
-    if node.target is operator.getitem or not tensors:
+    if is_item(node) or not tensors:
         return 0
     made = math.prod(shape(tensors[0]))
     operands = [

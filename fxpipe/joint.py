@@ -20,9 +20,11 @@ from fxpipe.copying import Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT
 from fxpipe.partition import partition
+from fxpipe.pieces import cut_into_pieces
 from fxpipe.split import Stage, Stages
+from fxpipe.stitching import Pair, StageTrace
 from fxpipe.torch_internals import fake_mode, guarding, guards
-from fxpipe.tracing import Pair, StageTrace
+from fxpipe.tracing import Tracer
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,17 @@ def differentiate(
     grads: dict[Pair, tuple[str, ...]] = {}
     traced: dict[str, tuple[Joint, Parts]] = {}
     mode = fake_mode([n.meta["val"] for n in captured.graph.graph.nodes if n.op == "placeholder"])
+    pieces, tracer = cut_into_pieces(stages), Tracer(mode)
     with guarding(mode):
         needs = _needs_gradient(captured, stages)
         for name in reversed(list(stages)):
-            trace = StageTrace(captured, stages, name, needs, grads, mode)
+            wanted = [
+                (value, pair[1])
+                for pair, values in grads.items()
+                if pair[0] == name
+                for value in values
+            ]
+            trace = StageTrace(captured, stages, name, pieces[name], wanted, needs, tracer)
             joint = trace.joint()
             returned = trace.returned(joint)
             for pair in stages.links:

@@ -6,7 +6,6 @@ values, parameters or inputs is computed again instead of being kept beside them
 recomputes keeps only what it received and what chance has made.
 """
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch import Tensor, fx
 
 from fxpipe import copying
 from fxpipe.copying import Joint, Parts, Whole, flat, is_number
-from fxpipe.dataflow import aten, is_random, is_view
+from fxpipe.dataflow import aten, is_item, is_random, is_view
 
 _CHEAP = {
     aten.add, aten.sub, aten.mul, aten.neg, aten.div, aten.where, aten.masked_fill, aten.relu,
@@ -136,7 +135,7 @@ class _Partition:
             if node in seen or node in self.free:
                 continue
             seen.add(node)
-            maker = self._inputs(node)[0] if _is_item(node) else node
+            maker = self._inputs(node)[0] if is_item(node) else node
             if node.op == "placeholder" or _draws(maker):
                 kept.add(node)
             else:
@@ -147,7 +146,7 @@ class _Partition:
         """A view's base; a value that is no view stands for itself."""
         if node in self.free:
             return []
-        if is_view(node) or (_is_item(node) and is_view(self._inputs(node)[0])):
+        if is_view(node) or (is_item(node) and is_view(self._inputs(node)[0])):
             return [base for source in self._inputs(node) for base in self._bases(source)]
         return [node]
 
@@ -155,7 +154,7 @@ class _Partition:
         if node in self.free or (node in kept and depth):
             return True
         again = node.op == "call_function" and (_is_cheap(node) or is_view(node))
-        again = again or (_is_item(node) and is_view(self._inputs(node)[0]))
+        again = again or (is_item(node) and is_view(self._inputs(node)[0]))
         return (
             again
             and depth < 8
@@ -165,11 +164,7 @@ class _Partition:
 
 def _with_items(nodes: set[fx.Node]) -> set[fx.Node]:
     """The parts of a tuple are taken where the tuple is made."""
-    return nodes | {user for node in nodes for user in node.users if _is_item(user)}
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
+    return nodes | {user for node in nodes for user in node.users if is_item(user)}
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -21,12 +21,21 @@ from torch import Tensor, fx
 from fxpipe.bind import Symbols, solve
 from fxpipe.costs import Amount, Costs
 from fxpipe.cut import Kind
-from fxpipe.dataflow import UNKNOWN_SIZE, arguments, aten, flops, function, is_view, tensors_of
+from fxpipe.dataflow import (
+    UNKNOWN_SIZE,
+    arguments,
+    aten,
+    flops,
+    function,
+    is_view,
+    storages,
+    tensors_of,
+)
 from fxpipe.device import Device
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.lower import Lowered
 from fxpipe.split import Value
-from fxpipe.torch_internals import expression, storage_of
+from fxpipe.torch_internals import expression
 
 Exprs = Mapping[tuple[str, Kind], sympy.Expr]
 _LOOKUPS = {
@@ -213,9 +222,9 @@ def _known(size: sympy.Expr) -> sympy.Expr:
 def _kept(part: fx.GraphModule) -> sympy.Expr:
     """Bytes of the distinct storages that F or B keeps: the last group of its outputs."""
     output = arguments(part.graph.output_node())[0]
-    values = [value for node in output[-1] for value in tensors_of(node)]
-    storages = {storage_of(value): value.untyped_storage().nbytes() for value in values}
-    return sympy.Add(*(sympy.expand(_known(expression(size))) for size in storages.values()))
+    kept = [pair for n in output[-1] for pair in zip(storages(n), tensors_of(n), strict=True)]
+    sizes = {memory: value.untyped_storage().nbytes() for memory, value in kept}
+    return sympy.Add(*(sympy.expand(_known(expression(size))) for size in sizes.values()))
 
 
 def _crossing(lowered: Lowered) -> tuple[dict[str, sympy.Expr], ...]:

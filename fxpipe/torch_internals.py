@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import function
 from torch.fx.experimental.symbolic_shapes import (
@@ -30,6 +31,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 def fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
     """The fake-tensor mode that made these values, whose shape environment owns their symbols."""
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+
+
+@contextmanager
+def trying(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run operators on fake tensors as `make_fx` does, so that strides come out alike; symbols of
+    sizes that depend on data come to nothing."""
+    env = getattr(mode, "shape_env", None)
+    fresh = nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+    with mode, enable_python_dispatcher(), fresh:
+        yield
 
 
 def guards(mode: AbstractContextManager[Any]) -> list[sympy.Basic]:

@@ -1,133 +1,154 @@
-"""A stage's forward and its backward, traced together into one graph."""
+"""Pieces of a stage, each traced with its backward; pieces that are alike share one trace.
 
-from collections.abc import Mapping
+    Tracer.forward(piece, inputs)           -> outputs, as fake tensors
+    Tracer.joint(piece, inputs, tangents)   -> Traced
+
+Alike are pieces with the same text whose inputs and tangents have the same sizes, strides and
+dtypes, and of which the same inputs want a gradient.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.capture import Captured
-from fxpipe.copying import Joint
-from fxpipe.dataflow import arguments, aten, is_in_place
+from fxpipe.dataflow import arguments, aten, is_in_place, is_item
 from fxpipe.errors import CaptureError
 from fxpipe.passes.functionalise import functionalise
-from fxpipe.split import Stage, Stages
-
-Pair = tuple[str, str]
-
-
-def _fake_inputs(
-    captured: Captured, stage: Stage, needs: set[str] | frozenset[str], mode: Any
-) -> list[Any]:
-    """Fake values of a stage's inputs: crossing values are contiguous, as they arrive."""
-    values = []
-    with mode:
-        for node in stage.graph.graph.nodes:
-            if node.op != "placeholder":
-                break
-            value = node.meta["val"]
-            if node.name in stage.received:
-                value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-            if isinstance(value, Tensor):
-                wanted = node.name in needs or captured.state.get(node.name) in captured.trained
-                real = value.dtype.is_floating_point or value.dtype.is_complex
-                value = value.detach().requires_grad_(wanted and real)
-            values.append(value)
-    return values
+from fxpipe.pieces import Piece
+from fxpipe.torch_internals import expression, storage_of, trying
 
 
-class StageTrace:
-    """One stage's forward and backward, traced together."""
+@dataclass(frozen=True)
+class Traced:
+    """A piece's forward and backward in one graph.
 
-    def __init__(
-        self,
-        captured: Captured,
-        stages: Stages,
-        name: str,
-        needs: frozenset[str],
-        grads: Mapping[Pair, tuple[str, ...]],
-        mode: Any,
-    ) -> None:
-        self.stage = stages[name]
+    inputs: a placeholder for each input; tangents: one for each output that has a tangent;
+    outputs: their nodes; gradients: a node, or None, for each input
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+
+    @cached_property
+    def forward(self) -> tuple[fx.Node, ...]:
+        """What makes the outputs, and what is not to be left out or put off."""
+        nodes = self.graph.graph.nodes
+        fixed = [n for n in nodes if n.op == "call_function" and n.is_impure()]
+        needed = _behind([*self.outputs, *fixed])
+        return tuple(n for n in nodes if n in needed or (is_item(n) and n.args[0] in needed))
+
+    @cached_property
+    def backward(self) -> tuple[fx.Node, ...]:
+        """What else the gradients need."""
+        needed = _behind(n for n in self.gradients if n is not None).difference(self.forward)
+        return tuple(n for n in self.graph.graph.nodes if n in needed)
+
+
+class Tracer:
+    """The traces made so far, under one mode of fake tensors."""
+
+    def __init__(self, mode: Any) -> None:
         self.mode = mode
-        self.captured = captured
-        self.inputs = _fake_inputs(captured, self.stage, needs, mode)
-        self.names = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
-        self.wanted = [
-            (value, to)
-            for (by, to), values in grads.items()
-            if by == name
-            for value in stages.links[by, to]
-            if value in values
-        ]
-        self.targets = [
-            n
-            for n, value in zip(self.names, self.inputs, strict=True)
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
+        self._forwards: dict[Hashable, list[Any]] = {}
+        self._joints: dict[Hashable, Traced] = {}
 
-    def joint(self) -> Joint:
-        """Trace (inputs, wanted gradients, weight) -> (sent, losses, gradients of targets)."""
-        with self.mode:
-            sent = {n: self._crossing(n) for n in self.stage.sent}
-            wanted = [torch.empty_like(sent[value]) for value, _ in self.wanted]
-            weight = torch.empty((), dtype=self._loss_dtype())
-        plain = [v.detach() if isinstance(v, Tensor) else v for v in self.inputs]
+    def __len__(self) -> int:
+        """How many pieces were traced with their backward."""
+        return len(self._joints)
 
-        def run(plain: list[Any], wanted: list[Tensor], weight: Tensor) -> Any:
-            return self._run(plain, wanted, weight)
+    def forward(self, piece: Piece, inputs: Sequence[Any]) -> list[Tensor]:
+        """What a piece makes; the results that depend on a trained parameter require a gradient."""
+        key = piece.text, described(inputs)
+        if key not in self._forwards:
+            with trying(self.mode), torch.enable_grad():
+                made = piece.run(_leaves(inputs))
+            self._forwards[key] = [v.detach().requires_grad_(v.requires_grad) for v in made]
+        return self._forwards[key]
 
-        traced = make_fx(run, tracing_mode="symbolic")(plain, wanted, weight)
-        if any(map(is_in_place, traced.graph.nodes)):
-            # Some formulas of autograd write in place: the parts must not depend on the order.
-            traced = functionalise(traced)
-        _reshape(traced.graph)
-        holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        labels = [*self.names, *(f"d_{value}_{to}" for value, to in self.wanted), "weight"]
-        outputs = arguments(traced.graph.output_node())[0]
-        first, last = len(self.stage.sent), len(outputs) - len(self.targets)
-        gradients = dict(zip(self.targets, outputs[last:], strict=True))
-        inputs = dict(zip(labels, holders, strict=True))
-        return Joint(traced, inputs, outputs[:first], outputs[first:last], gradients)
+    def joint(
+        self,
+        piece: Piece,
+        inputs: Sequence[Any],
+        tangents: Sequence[Tensor | None],
+    ) -> Traced:
+        """A piece with its backward; tangents: of each output, or None.
 
-    def returned(self, joint: Joint) -> set[str]:
-        """The received values that get a gradient."""
-        return {n for n in self.stage.received if joint.gradients.get(n) is not None}
+        Raises CaptureError where a parameter has a sparse gradient.
+        """
+        given = [tangent for tangent in tangents if tangent is not None]
+        present = tuple(tangent is not None for tangent in tangents)
+        key = piece.text, described(inputs), described(given), present
+        if key not in self._joints:
+            self._joints[key] = _trace(piece, inputs, (given, present))
+        return self._joints[key]
 
-    def _crossing(self, name: str) -> Tensor:
-        node = next(n for n in self.stage.graph.graph.nodes if n.name == name)
-        value = node.meta["val"]
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
-    def _loss_dtype(self) -> torch.dtype:
-        return self.captured.loss_dtype
+def described(values: Sequence[Any]) -> Hashable:
+    """All of some values that a trace can depend on; also which of them share their memory."""
+    memory: dict[object, int] = {}
+    found: list[Hashable] = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            found.append((type(value), expression(value)))
+            continue
+        place = memory.setdefault(storage_of(value), len(memory))
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        flags = value.requires_grad, value.is_conj(), value.is_neg()
+        kind = value.dtype, value.device, value.layout, *flags
+        found.append((*kind, value.dim(), tuple(map(expression, sizes)), place))
+    return tuple(found)
 
-    def _run(self, plain: list[Any], wanted: list[Tensor], weight: Tensor) -> Any:
+
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    return [
+        v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values
+    ]
+
+
+def _trace(
+    piece: Piece,
+    inputs: Sequence[Any],
+    tangents: tuple[list[Tensor], tuple[bool, ...]],
+) -> Traced:
+    given, present = tangents
+    wants = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
+
+    def run(plain: list[Any], given: list[Tensor]) -> Any:
         leaves = [
-            value.detach().requires_grad_(name in self.targets)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in zip(self.names, plain, strict=True)
+            v.detach().requires_grad_(w) if w else v for v, w in zip(plain, wants, strict=True)
         ]
         with torch.enable_grad():
-            sent, losses = fx.Interpreter(self.stage.graph).run(*leaves)
-        by_name = dict(zip(self.stage.sent, sent, strict=True))
-        tangents: dict[str, Tensor] = {}
-        for (value, _), tangent in zip(self.wanted, wanted, strict=True):
-            tangents[value] = tangents[value] + tangent if value in tangents else tangent
-        ends = [(by_name[name], tangent) for name, tangent in tangents.items()]
-        ends += [(loss, weight.to(loss.dtype)) for loss in losses]
-        made = [value for value, _ in ends if value.requires_grad]
-        given = [tangent for value, tangent in ends if value.requires_grad]
-        targets = [
-            leaf for name, leaf in zip(self.names, leaves, strict=True) if name in self.targets
-        ]
+            made = piece.run(leaves)
+        ends = [value for value, has in zip(made, present, strict=True) if has]
+        targets = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
         return [
-            *(value.detach().contiguous() for value in sent),
-            *(loss.detach() for loss in losses),
-            *_gradients(made, targets, given),
+            *(value.detach() for value in made),
+            *_gradients(ends, targets, given),
         ]
+
+    plain = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+    traced = make_fx(run, tracing_mode="symbolic")(plain, given)
+    if any(map(is_in_place, traced.graph.nodes)):
+        # Some formulas of autograd write in place: the parts must not depend on the order.
+        traced = functionalise(traced)
+    _reshape(traced.graph)
+    holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    results = iter(arguments(traced.graph.output_node())[0])
+    return Traced(
+        graph=traced,
+        inputs=tuple(holders[: len(inputs)]),
+        tangents=tuple(holders[len(inputs) :]),
+        outputs=tuple(next(results) for _ in present),
+        gradients=tuple(next(results) if want else None for want in wants),
+    )
 
 
 def _reshape(graph: fx.Graph) -> None:
@@ -139,8 +160,8 @@ def _reshape(graph: fx.Graph) -> None:
 
 def _gradients(
     made: list[Tensor], targets: list[Tensor], given: list[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of the targets, contiguous; None for one that nothing made depends on."""
+) -> Sequence[Tensor | None]:
+    """Gradients of the targets; None for one that nothing made depends on."""
     if not made or not targets:
         return [None] * len(targets)
     found = torch.autograd.grad(made, targets, given, allow_unused=True)
@@ -149,4 +170,16 @@ def _gradients(
             "a parameter has a sparse gradient, which cannot be kept and sent; use nn.Embedding "
             "without sparse=True"
         )
-    return [None if gradient is None else gradient.contiguous() for gradient in found]
+    return found
+
+
+def _behind(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that `ends` need, themselves and numbers included, without placeholders."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node.op != "placeholder":
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen

@@ -34,21 +34,25 @@ CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "dataflow", *EXPORT, 
 STAGES = (
     "split",
     "bundles",
-    "copying",
-    "partition",
-    "joint",
     "forwarding",
     "bind",
     "lower",
     "roofline",
 )
+REWRITES = tuple(
+    f"passes.{name}" for name in ("functionalise", "inline_no_grad", "loss_terms", "off_meta")
+)
+ASSIGNMENT = tuple(
+    f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow")
+)
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
+DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "stitching", "joint")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
-    (*CAPTURE, "passes.functionalise", "passes.inline_no_grad", "passes.loss_terms"),
-    (*STAGES, "passes.chains", "passes.seeds", "passes.regions", "passes.stages", "passes.follow"),
+    (*CAPTURE, *REWRITES),
+    (*STAGES, *DIFFERENTIATION, *ASSIGNMENT),
     ("program", "stageop", "delivery", "meter"),
     ("backends", "runtime"),
     ("", "mode", "variants", "explain", "steps", "evaluation", "pipe"),
