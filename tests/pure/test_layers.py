@@ -42,9 +42,7 @@ STAGES = (
 REWRITES = tuple(
     f"passes.{name}" for name in ("functionalise", "inline_no_grad", "loss_terms", "off_meta")
 )
-ASSIGNMENT = tuple(
-    f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow")
-)
+ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
 DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "stitching", "joint")
 LEVELS = (
