@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.capture import Captured
-from fxpipe.cut import Kind
+from fxpipe.cut import Kind, Seam
 from fxpipe.inputs import Leaf, Microbatch, flatten
 
 if TYPE_CHECKING:
@@ -37,6 +37,17 @@ def mismatch(captured: Captured, microbatch: Microbatch) -> str | None:
             return f"{name} has {tensor.dim()} dimensions; the example had {len(leaf.shape)}"
         if tensor.dtype != leaf.dtype:
             return f"{name} has dtype {tensor.dtype}; the example had {leaf.dtype}"
+    return None
+
+
+def other_float(leaves: Sequence[Leaf], microbatch: Microbatch) -> str | None:
+    """A float of a microbatch that has another dtype than in the variants that are known: a mistake
+    that tracing does not see, but running does."""
+    known = {leaf.name: leaf.dtype for leaf in leaves}
+    for name, tensor in flatten(microbatch)[0]:
+        had, has = known.get(name, tensor.dtype), tensor.dtype
+        if had != has and (had.is_floating_point or has.is_floating_point):
+            return f"{name} has dtype {has}; the example had {had}. Convert it before step()"
     return None
 
 
@@ -116,10 +127,11 @@ class Sizes:
         return found
 
     def specs(self, lowered: "Lowered", seam: tuple[str, str], kind: Kind) -> tuple[Spec, ...]:
-        """Shapes and dtypes of the values (F) or the gradients (B) that cross a seam."""
+        """Shapes and dtypes of the values (F) or the gradients (B) that cross a seam; nothing
+        crosses one that the variant has not."""
         found = self._specs.get((*seam, kind))
         if found is None:
-            crossing = lowered.seam[seam]
+            crossing = lowered.seam.get(seam, Seam(*seam, (), ()))
             names = crossing.values if kind is Kind.F else crossing.grads
             values = [lowered.stages.values[name] for name in names]
             found = tuple((tuple(map(self, value.shape)), value.dtype) for value in values)
@@ -145,7 +157,7 @@ class Bound:
     ) -> None:
         self.index = index
         self.variant = variant
-        self.weight = weight
+        self.weight = weight.to(lowered.captured.loss_dtype)
         self.captured = lowered.captured
         self._lowered = lowered
         self._size = sizes

@@ -6,7 +6,7 @@ is found in the bundles that a graph is called with, a size of the microbatch in
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -36,6 +36,19 @@ class Joint:
     gradients: Mapping[str, fx.Node | None]
 
 
+class Ends(NamedTuple):
+    """The stages at the far ends of a stage's seams, in the order of the bundles.
+
+    received, sent: of the values that F takes and gives; returned, wanted: of the gradients that B
+    gives, and that the first op of the backward takes
+    """
+
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    returned: tuple[str, ...]
+    wanted: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Parts:
     """What the three graphs take and give, in bundles, one for each seam."""
@@ -46,6 +59,7 @@ class Parts:
     wanted: Sequence[Sequence[str]]
     returned: Sequence[Sequence[fx.Node | None]]
     weights: Sequence[fx.Node]
+    ends: Ends
 
 
 class Whole:

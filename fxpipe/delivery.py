@@ -45,7 +45,7 @@ def check_apart(table: Table, variants: "Variants") -> None:
     for stage in table.cut.stages:
         if table.cut.keeps(stage.name) or len(stage.kinds) < 2:
             continue
-        graphs = [variant[stage.name] for variant in variants]
+        graphs = [variant[stage.name] for variant in variants if stage.name in variant]
         if not any(x.kept_b or x.kept_w for x in graphs):
             continue
         for mb in range(table.microbatches):

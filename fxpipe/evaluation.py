@@ -15,6 +15,7 @@ from fxpipe.bind import Bound
 from fxpipe.cut import Cut
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.inputs import split_batch
+from fxpipe.lower import Like
 from fxpipe.runtime import Step
 from fxpipe.scheduler import Forward
 from fxpipe.steps import Steps, weighted
@@ -79,11 +80,12 @@ class Evaluations:
     def _steps(self, outputs: Outputs) -> Steps:
         """What runs a choice of outputs; made anew where the pipeline trains on other stages."""
         training = self._training
-        cut = training.first.cut if training.all else None
+        cut = training.union.cut if training.all else None
         found = self._kept.pop(outputs, None)
         if found is None or found[0] != cut:
-            forward = ForwardOnly(outputs, tuple(training.all))
-            variants = training.forward_only(Forward(training.scheduler), forward)
+            like = Like(tuple(training.all.values()), cut) if cut is not None else None
+            forward = Forward(training.scheduler)
+            variants = training.forward_only(forward, ForwardOnly(outputs, like))
             found = cut, variants, Steps(variants, self._backend, None, self._engine)
         self._kept[outputs] = found
         while len(self._kept) > _KEPT:

@@ -6,7 +6,7 @@ from torch import fx
 
 from fxpipe import copying
 from fxpipe.capture import Captured
-from fxpipe.copying import Joint, Parts, Whole
+from fxpipe.copying import Ends, Joint, Parts, Whole
 from fxpipe.cut import Kind
 from fxpipe.dataflow import aten, is_random
 from fxpipe.joint import Differentiated, StageGraphs, others
@@ -50,6 +50,12 @@ def _parts(stages: Stages, stage: Stage, sent: dict[str, fx.Node]) -> Parts:
         wanted=[],
         returned=[],
         weights=[],
+        ends=Ends(
+            received=tuple(by for by, to in stages.links if to == stage.name),
+            sent=tuple(to for by, to in stages.links if by == stage.name),
+            returned=(),
+            wanted=(),
+        ),
     )
 
 
@@ -71,5 +77,6 @@ def _graphs(captured: Captured, joint: Joint, parts: Parts) -> StageGraphs:
         B=nothing,
         W=nothing,
         sizes=tuple(whole.sizes),
+        ends=parts.ends,
         others=others(captured, stage),
     )

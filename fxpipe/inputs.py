@@ -1,8 +1,8 @@
 """Microbatches: what a model is called with, taken apart into tensors and other values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -63,6 +63,24 @@ def contents(tensor: Tensor) -> bytes:
     """What is in a tensor, to be compared with what is in others of its shape and dtype."""
     data: bytes = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return data
+
+
+class Ask(NamedTuple):
+    """A microbatch, taken apart, and what its variant and its sizes depend on."""
+
+    microbatch: Microbatch
+    tensors: list[Tensor]
+    key: object
+
+    @staticmethod
+    def of(microbatch: Microbatch, held: Collection[str]) -> "Ask":
+        """A microbatch, as it is looked up. held: the tensors whose values decide as well."""
+        tensors, fixed, structure = flatten(microbatch)
+        plain = [tensor for _, tensor in tensors]
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in plain)
+        values = tuple((name, contents(tensor)) for name, tensor in tensors if name in held)
+        others = tuple((name, repr(value)) for name, value in fixed)
+        return Ask(microbatch, plain, (structure, shapes, others, values))
 
 
 def rebuild(

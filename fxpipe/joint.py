@@ -16,7 +16,7 @@ import sympy
 from torch import Tensor, fx
 
 from fxpipe.capture import Captured
-from fxpipe.copying import Joint, Parts
+from fxpipe.copying import Ends, Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT
 from fxpipe.partition import partition
@@ -34,6 +34,7 @@ class StageGraphs:
     state: names of the tensors passed as `state`, in order; trained: the parameters of which W
     gives the gradients, in order; fields and sizes: what `feed` holds of the microbatch;
     kept_b, kept_w: the values that F keeps for B, and B (or F, without B) for W
+    ends: the stages that the bundles come from and go to
     others: which of the values that the model returns beside its loss follow F's losses
     """
 
@@ -48,6 +49,7 @@ class StageGraphs:
     F: fx.GraphModule
     B: fx.GraphModule
     W: fx.GraphModule
+    ends: Ends
     others: tuple[int, ...] = ()
 
 
@@ -143,6 +145,12 @@ def _parts(
         wanted=[[f"d_{v}_{pair[1]}" for v in grads[pair]] for pair in out if grads.get(pair)],
         returned=[[joint.gradients[v] for v in grads[pair]] for pair in into if grads.get(pair)],
         weights=list(_trained(captured, stage, joint).values()),
+        ends=Ends(
+            received=tuple(source for source, _ in into),
+            sent=tuple(target for _, target in out),
+            returned=tuple(pair[0] for pair in into if grads.get(pair)),
+            wanted=tuple(pair[1] for pair in out if grads.get(pair)),
+        ),
     )
 
 
@@ -180,6 +188,7 @@ def _stage_graphs(captured: Captured, joint: Joint, parts: Parts, recompute: boo
         F=graphs.F,
         B=graphs.B,
         W=graphs.W,
+        ends=parts.ends,
         others=others(captured, stage),
     )
 

@@ -6,34 +6,64 @@ Nothing is written back: each level is a record that reads only the records abov
 of them, the Cut, is all that scheduling ever sees.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from fxpipe import cut as cuts
-from fxpipe.bind import solve
+from fxpipe.bind import Symbols, solve
 from fxpipe.capture import Captured
-from fxpipe.cut import Cut, Layout, Seam
+from fxpipe.cut import Cut, Layout, Role, Seam
 from fxpipe.errors import RegionError
 from fxpipe.forwarding import forward_alone
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate, repartition
+from fxpipe.passes.anchors import Known, together
 from fxpipe.passes.follow import follow, pattern_of
 from fxpipe.passes.regions import Regions, find_regions
-from fxpipe.passes.stages import Spans, Staging, assign_stages
+from fxpipe.passes.stages import Placed, Staging, assign_stages
 from fxpipe.schedule import Plan
 from fxpipe.scheduler import Scheduler
 from fxpipe.split import Stages, split
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What all variants so far have found: their regions, and where these are cut.
+
+    names: the regions of this model that other pipes know, too
+    """
+
+    regions: Known = field(default_factory=dict)
+    placed: Mapping[str, Placed] = field(default_factory=dict)
+    names: Known = field(default_factory=dict)
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """The roles of the regions, in topological order."""
+        return {name: anchor.role for name, anchor in self.regions.items()}
+
+    def also(self, lowered: "Lowered") -> "Seen":
+        """This, and what one more has found. Where a region is cut, the first of them decides."""
+        placed = dict(self.placed)
+        for name, found in lowered.staging.placed.items():
+            if len(placed.get(name, found).spans) != len(found.spans) or name not in placed:
+                placed[name] = found
+        regions, names = (together(x, lowered.regions.anchors) for x in (self.regions, self.names))
+        return Seen(regions, placed, names)
+
+
+@dataclass(frozen=True)
 class Lowered:
     """Every level of one variant, from its graph down to the cut.
 
-    recompute: the regions whose backward computes the forward again
+    symbols: the sizes by which work was weighed; plan: where all regions live, also those that only
+    other variants have; recompute: the regions whose backward computes the forward again
     """
 
     captured: Captured
+    symbols: Symbols
     regions: Regions
     staging: Staging
     stages: Stages
@@ -58,6 +88,13 @@ class Lowered:
         return {(seam.source, seam.target): seam for seam in self.cut.seams}
 
 
+class Like(NamedTuple):
+    """Variants whose stages a graph must have, each where it is; and the cut of all of them."""
+
+    lowered: Sequence[Lowered]
+    cut: Cut
+
+
 def lower(
     captured: Captured,
     microbatch: Microbatch,
@@ -65,39 +102,80 @@ def lower(
     scheduler: Scheduler,
     ranks: int,
     given: Mapping[str, Sequence[str]] | None = None,
-    spans: Mapping[str, Spans] | None = None,
-    like: Sequence[Lowered] = (),
+    seen: Seen | None = None,
+    like: Like | None = None,
 ) -> Lowered:
     """Lower a captured graph for a schedule, weighing work by the sizes of one microbatch.
 
-    spans: where another variant cut its regions: one parameter must be in the same stage in all
-    like: lowered graphs whose stages this one must have, each where it is
+    seen: what the variants have found beside which it is to run; like: what it is to be laid out
+    like, without a backward
     """
     symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
     if like:
-        pattern = pattern_of([(low.captured, low.regions, low.staging) for low in like])
-        regions, staging = follow(captured, symbols, pattern)
-        stages = split(captured, staging)
-        parts = forward_alone(captured, stages)
-        return Lowered(captured, regions, staging, stages, parts, like[0].plan, ranks, ())
-    regions = find_regions(captured, symbols, given)
-    plan = scheduler.plan(ranks, regions.roles)
-    recompute = _known(scheduler.recompute, regions)
-    staging = assign_stages(captured, regions, symbols, stage_names(regions, plan), spans)
+        return _like(captured, symbols, like, ranks)
+    seen = seen or Seen()
+    regions = find_regions(captured, symbols, given, seen.names)
+    return _staged(captured, symbols, regions, scheduler, ranks, seen)
+
+
+def _like(captured: Captured, symbols: Symbols, like: Like, ranks: int) -> Lowered:
+    graphs = [(low.captured, low.regions, low.staging) for low in like.lowered]
+    regions, staging = follow(captured, symbols, pattern_of(graphs, like.cut))
     stages = split(captured, staging)
-    parts = differentiate(captured, stages, recompute)
-    return Lowered(captured, regions, staging, stages, parts, plan, ranks, recompute)
+    parts, plan = forward_alone(captured, stages), like.lowered[0].plan
+    return Lowered(captured, symbols, regions, staging, stages, parts, plan, ranks, ())
 
 
-def moved(lowered: Lowered, scheduler: Scheduler, ranks: int) -> Lowered | None:
-    """The same stages for another schedule, without tracing; None if it wants other stages."""
-    plan = scheduler.plan(ranks, lowered.regions.roles)
-    if stage_names(lowered.regions, plan) != stage_names(lowered.regions, lowered.plan):
+def restaged(lowered: Lowered, scheduler: Scheduler, ranks: int, seen: Seen) -> Lowered:
+    """The same regions, for a schedule or beside variants that want other stages."""
+    captured, symbols, regions = lowered.captured, lowered.symbols, lowered.regions
+    return _staged(captured, symbols, regions, scheduler, ranks, seen)
+
+
+def moved(lowered: Lowered, scheduler: Scheduler, ranks: int, seen: Seen) -> Lowered | None:
+    """The same stages for another schedule, or beside other variants, without tracing; None if
+    other stages are wanted."""
+    regions = lowered.regions
+    plan = _plan(regions, scheduler, ranks, seen)
+    if not _same_stages(lowered, plan, seen):
         return None
-    recompute, parts = _known(scheduler.recompute, lowered.regions), lowered.parts
+    recompute, parts = _recomputing(scheduler.recompute, regions, seen), lowered.parts
     if recompute != lowered.recompute:
         parts = repartition(lowered.captured, parts, recompute)
     return replace(lowered, plan=plan, ranks=ranks, parts=parts, recompute=recompute)
+
+
+def _staged(
+    captured: Captured,
+    symbols: Symbols,
+    regions: Regions,
+    scheduler: Scheduler,
+    ranks: int,
+    seen: Seen,
+) -> Lowered:
+    plan = _plan(regions, scheduler, ranks, seen)
+    recompute = _recomputing(scheduler.recompute, regions, seen)
+    names = stage_names(regions, plan)
+    staging = assign_stages(captured, regions, symbols, names, seen.placed)
+    stages = split(captured, staging)
+    parts = differentiate(captured, stages, recompute)
+    return Lowered(captured, symbols, regions, staging, stages, parts, plan, ranks, recompute)
+
+
+def _plan(regions: Regions, scheduler: Scheduler, ranks: int, seen: Seen) -> Plan:
+    """Where the regions of all variants live."""
+    known = together(seen.regions, regions.anchors)
+    return scheduler.plan(ranks, {name: anchor.role for name, anchor in known.items()})
+
+
+def _same_stages(lowered: Lowered, plan: Plan, seen: Seen) -> bool:
+    """Whether a variant that is lowered already has the stages that it would get."""
+    regions, placed = lowered.regions, lowered.staging.placed
+    if stage_names(regions, plan) != stage_names(regions, lowered.plan):
+        return False
+    pairs = [(placed[name].spans, seen.placed.get(name, placed[name]).spans) for name in placed]
+    as_many = [(mine, its) for mine, its in pairs if mine[-1][1] == its[-1][1]]
+    return all(mine == its for mine, its in as_many if len(mine) == len(its))
 
 
 def stage_names(regions: Regions, plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -109,11 +187,12 @@ def stage_names(regions: Regions, plan: Plan) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _known(recompute: Sequence[str], regions: Regions) -> tuple[str, ...]:
-    unknown = [name for name in recompute if name not in regions.roles]
+def _recomputing(recompute: Sequence[str], regions: Regions, seen: Seen) -> tuple[str, ...]:
+    roles = seen.roles | dict(regions.roles)
+    unknown = [name for name in recompute if name not in roles]
     if unknown:
         raise RegionError(
-            f"recompute names {unknown[0]!r}; this model has the regions {', '.join(regions.roles)}"
+            f"recompute names {unknown[0]!r}; this model has the regions {', '.join(roles)}"
         )
     return tuple(name for name in regions.roles if name in recompute)
 
@@ -135,7 +214,7 @@ def _cut(lowered: Lowered) -> Cut:
             Seam(source, target, values, grads.get((source, target), ()))
             for (source, target), values in lowered.stages.links.items()
         ),
-        shared=_shared(lowered.graphs, rank),
+        shared=shared(holders(lowered.graphs), rank),
     )
 
 
@@ -154,47 +233,23 @@ def _layout(region: str, lowered: Lowered) -> Layout:
     return Layout.REPLICATED if whole else Layout.SHARDED
 
 
-def _shared(
-    graphs: Mapping[str, StageGraphs], rank: Mapping[str, int | None]
+def shared(
+    owners: Mapping[str, tuple[str, ...]], rank: Mapping[str, int | None]
 ) -> tuple[tuple[str, ...], ...]:
     """The sets of stages that hold one trained parameter, where its gradient must be summed.
 
     A stage that only reads a parameter belongs to the set too: its copy must follow the others.
     """
-    trained = {name for stage in graphs.values() for name in stage.trained}
-    holders = _holders(graphs, trained)
-    groups = dict.fromkeys(tuple(stages) for stages in holders.values())
+    groups = dict.fromkeys(owners.values())
     return tuple(group for group in groups if len(group) > 1 or rank[group[0]] is None)
 
 
-def same_holders(first: Lowered, other: Lowered) -> str | None:
-    """A parameter whose gradient two variants make in different stages; None if there is none."""
-    one, two = (_holders(low.graphs, low.captured.trained) for low in (first, other))
-    moved = [name for name in one if name in two and one[name] != two[name]]
-    if not moved:
-        return None
-    return f"it uses {moved[0]} in {two[moved[0]]}, the example in {one[moved[0]]}"
-
-
-def _holders(graphs: Mapping[str, StageGraphs], names: Set[str]) -> dict[str, list[str]]:
-    """For each of these parameters that any stage holds, the stages that do, in their order."""
+def holders(graphs: Mapping[str, StageGraphs]) -> dict[str, tuple[str, ...]]:
+    """Name of a trained parameter -> the stages that hold it, in their order."""
+    trained = {name for stage in graphs.values() for name in stage.trained}
     found: dict[str, list[str]] = {}
     for stage, held in graphs.items():
         for name in dict.fromkeys(held.state):
-            if name in names:
+            if name in trained:
                 found.setdefault(name, []).append(stage)
-    return found
-
-
-def same_shape(first: Cut, other: Cut) -> str | None:
-    """How the cuts of two variants differ, for a table that is to run both; None if they agree."""
-    kinds = [{s.name: "".join(s.kinds) for s in cut.stages} for cut in (first, other)]
-    if kinds[0] != kinds[1]:
-        return f"its stages run {kinds[1]}, the example's {kinds[0]}"
-    seams = [{(s.source, s.target): bool(s.grads) for s in cut.seams} for cut in (first, other)]
-    if seams[0] != seams[1]:
-        changed = sorted(set(seams[0].items()) ^ set(seams[1].items()))
-        return f"it has other seams than the example: {changed}"
-    if first.shared != other.shared:
-        return f"it shares parameters over {other.shared}, the example over {first.shared}"
-    return None
+    return {name: tuple(stages) for name, stages in found.items()}

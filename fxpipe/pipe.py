@@ -35,7 +35,7 @@ from fxpipe.wanted import LossFn
 
 def compile(
     model: nn.Module,
-    example: Microbatch | None = None,
+    example: Microbatch | list[Microbatch] | None = None,
     *,
     microbatches: int | None = None,
     schedule: str | Path | Table = "auto",
@@ -55,13 +55,13 @@ def compile(
 ) -> "Pipe":
     """Compile a model for pipeline-parallel training.
 
-    example: one microbatch, a dict of keyword arguments or a tuple; without it, the first `step`
-    traces. microbatches: how many a dict given to `step` is cut into. schedule: `PLACEMENT/BASE`,
-    or a Table, its text or its file. ranks, mesh, backend: where it runs; by default as
-    torch.distributed was started, and in this process alone where it was not. regions: region ->
-    names of modules, instead of what is found. loss_fn: model output -> scalar loss. engine: "aten"
-    runs the graphs, "inductor" compiles them. The others: see `fxpipe.scheduler.Options`. Raises
-    CaptureError, RegionError, StageError, BatchError, ScheduleError or BackendError.
+    example: one microbatch, a dict of keyword arguments or a tuple, or a list, one for each path;
+    without, the first `step` traces. microbatches: how many a dict given to `step` is cut into.
+    schedule: `PLACEMENT/BASE`, or a Table, its text or its file. ranks, mesh, backend: where it
+    runs; by default as torch.distributed was started, and in this process alone where it was not.
+    regions: region -> names of modules, instead of what is found. loss_fn: model output -> scalar
+    loss. engine: "aten" runs the graphs, "inductor" compiles them. The others: see
+    `scheduler.Options`. Raises Capture-, Region-, Stage-, Batch-, Schedule- or BackendError.
     """
     check_engine(engine)
     options = Options(chunks, owners, sharded, recompute, live, memory_budget, costs)
@@ -85,7 +85,7 @@ class Pipe:
         backend: Backend,
         microbatches: int | None,
         engine: str,
-        example: Microbatch | None,
+        example: Microbatch | list[Microbatch] | None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -157,7 +157,11 @@ class Pipe:
         """Trace the example, if there is one; compile has done it already."""
         self._variants.follow_mode()
         if self._example is not None:
-            self._variants.fit(self._example, "the example")
+            if isinstance(self._example, list):
+                names = [f"example {i}" for i in range(len(self._example))]
+                self._variants.fit_all(self._example, names)
+            else:
+                self._variants.fit(self._example, "the example")
 
     @property
     def captured(self) -> Captured:
@@ -168,7 +172,7 @@ class Pipe:
     def variants(self) -> tuple[Captured, ...]:
         """The graphs of all variants that microbatches have asked for so far; the first is
         `captured`."""
-        return tuple(lowered.captured for lowered in self._variants.all)
+        return tuple(lowered.captured for lowered in self._variants.all.values())
 
     @property
     def captures(self) -> int:
@@ -192,8 +196,8 @@ class Pipe:
 
     @property
     def cut(self) -> Cut:
-        """Regions, stages and seams, as scheduling sees them."""
-        return self._variants.first.cut
+        """Regions, stages and seams of all variants, as scheduling sees them."""
+        return self._variants.union.cut
 
     @property
     def table(self) -> Table:
@@ -216,10 +220,11 @@ class Pipe:
 
     def explain(self) -> str:
         """Every module and loose node: its region, stage, rank, and why."""
-        return explain(self._variants.all)
+        return explain(self._variants)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, each once."""
+        self._variants.hand_out()
         mine = self._variants.held(self.backend.mine)
         yield from ((n, p) for n, p in self.model.named_parameters() if n in mine)
 

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.cut import Kind, Seam, Stage
 from fxpipe.delivery import arrivals, backward_of, carried, check_apart
-from fxpipe.stageop import GradientsOp, GroupOp, StageOp, Variants
+from fxpipe.groupop import GradientsOp, GroupOp, holders
+from fxpipe.stageop import StageOp, Variants
 from fxpipe.table import Op, Table
 
 
@@ -60,6 +61,7 @@ def emit(
     variants: Variants,
     state: Mapping[str, Tensor],
     *,
+    owners: Mapping[str, tuple[str, ...]] | None = None,
     engine: str = "aten",
     ahead: int = 0,
 ) -> Program:
@@ -67,15 +69,24 @@ def emit(
 
     variants: for each captured graph, name of stage -> its graphs; more may be appended later.
     state: name -> parameter, buffer or constant, looked up whenever an op runs.
+    owners: name of a trained parameter -> the stages that hold it; as these variants have it, where
+    there were no others.
     ahead: how many receives of each channel are kept posted beyond what the row asks for; for
     transports that allow it (`Backend.ahead`), so that a transfer never waits for its post.
     """
     check_apart(table, variants)
     held = [stage for stage in table.cut.stages if stage.rank in (None, rank)]
     names = dict.fromkeys(
-        name for stage in held for graphs in variants for name in graphs[stage.name].state
+        name
+        for stage in held
+        for graphs in variants
+        if stage.name in graphs
+        for name in graphs[stage.name].state
     )
     root = _modules(table, held, variants, state, engine)
+    owners = holders(table.cut, variants) if owners is None else owners
+    for group in table.cut.groups:
+        root[_name(group, Kind.R)] = GroupOp(group, table.cut, variants, state, owners)
     emitter = _Emitter(table, rank, ahead)
     for index, op in enumerate(table.rows[rank]):
         emitter.op(index, op)
@@ -94,9 +105,8 @@ def _modules(
     root: dict[str, nn.Module] = {"gradients": GradientsOp()}
     for stage in held:
         for kind in stage.kinds:
-            root[_name(stage.name, kind)] = StageOp(stage.name, kind, variants, state, engine)
-    for group in table.cut.groups:
-        root[_name(group, Kind.R)] = GroupOp(group, table.cut, variants, state)
+            module = StageOp(stage.name, kind, table.cut, variants, state, engine)
+            root[_name(stage.name, kind)] = module
     return root
 
 

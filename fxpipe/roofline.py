@@ -143,7 +143,10 @@ def costs_of(
         bandwidth=1 / float(device.beta) if device.beta else math.inf,
         bytes=_each([numbers.sent for numbers in found]),
         kept=_each([numbers.kept for numbers in found]),
-        resident={stage: float(max(size[stage] for size in sizes)) for stage in sizes[0]},
+        resident={
+            stage: float(max(size.get(stage, 0) for size in sizes))
+            for stage in dict.fromkeys(stage for size in sizes for stage in size)
+        },
         received=_each([numbers.received for numbers in found]),
     )
 
@@ -181,8 +184,10 @@ _Key = TypeVar("_Key")
 
 
 def _each(found: Sequence[Mapping[_Key, float]]) -> dict[_Key, Amount]:
-    """One number where all microbatches have the same, else one for each."""
-    values = {key: tuple(numbers[key] for numbers in found) for key in found[0]}
+    """One number where all microbatches have the same, else one for each; none where a variant
+    has not the stage."""
+    keys = dict.fromkeys(key for numbers in found for key in numbers)
+    values = {key: tuple(numbers.get(key, 0.0) for numbers in found) for key in keys}
     return {key: x if len(set(x)) > 1 else x[0] for key, x in values.items()}
 
 

@@ -43,17 +43,24 @@ class Rank:
         self.variants = variants
         self.meters: dict[str, Meter] = {}
         self.outputs: Outputs = {}
-        self.sent = transport.sent
         self._transport = transport
 
     def send(self, peer: int, bundles: tuple[tuple[Tensor, ...], ...], name: str) -> Any:
-        """Start to send bundles to a rank."""
+        """Start to send bundles to a rank; nothing, where the microbatch's variant sends nothing
+        there, which the receiving rank knows as well."""
         self.now = name
         start = time.perf_counter()
         self.times[name] = (start, start)
+        if not any(bundles):
+            return None
         if len(bundles) == 1:
             return self._transport.send(peer, bundles[0], name)
         return self._transport.send(peer, [value for bundle in bundles for value in bundle], name)
+
+    def sent(self, handle: Any) -> None:
+        """Wait until a send has left."""
+        if handle is not None:
+            self._transport.sent(handle)
 
     def post(
         self, peer: int, mb: Bound, kind: str, seams: tuple[tuple[str, str], ...], name: str
@@ -62,7 +69,8 @@ class Rank:
         self.now = name
         specs = [mb.spec(source, target, Kind(kind)) for source, target in seams]
         flat = specs[0] if len(specs) == 1 else [spec for bundle in specs for spec in bundle]
-        return self._transport.post(peer, flat, name), [len(bundle) for bundle in specs], name
+        handle = self._transport.post(peer, flat, name) if flat else None
+        return handle, [len(bundle) for bundle in specs], name
 
     def wait(self, posted: tuple[Any, list[int], str]) -> Sequence[Sequence[Tensor]]:
         """Wait for a posted receive; its bundles."""
@@ -71,7 +79,7 @@ class Rank:
         for meter in self.meters.values():
             meter.count()
         start = time.perf_counter()
-        tensors = self._transport.wait(handle)
+        tensors = self._transport.wait(handle) if handle is not None else ()
         self.times[name] = (start, time.perf_counter())
         if len(sizes) == 1:
             return (tensors,)

@@ -1,22 +1,21 @@
-"""The modules that a program calls: one per stage and kind, and two for its gradients.
+"""The modules that a program calls for its stages, one for each stage and kind.
 
 Signatures, as printed in a program (`rank` is the running rank, `mb` a bound microbatch):
 
     stage_F(rank, mb, received)                  -> (*sent, losses, kept)
     stage_B(rank, mb, kept, wanted)              -> (*returned, kept_w)
     stage_W(rank, mb, grads, kept, wanted)       -> grads, with this microbatch's added
-    group_R(rank, grads)                         -> gradients summed over the ranks of the group
-    gradients(rank, grads, reduced)              -> this rank's gradients, by name of parameter
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.copying import Ends
 from fxpipe.cut import Cut, Kind
 from fxpipe.errors import BackendError
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 Grads = dict[str, Tensor]
 Graphs = Callable[..., Any]
 Variants = Sequence[Mapping[str, "StageGraphs"]]
+Places = tuple[int | None, ...] | None
 
 ENGINES = ("aten", "inductor")
 
@@ -74,18 +74,31 @@ def _unboxed(compiled: Graphs, state: object, feed: object, kept: Any, *rest: ob
 
 
 class StageOp(nn.Module):
-    """F, B or W of a stage, for every variant of it."""
+    """F, B or W of a stage, for every variant of it.
+
+    The table is for all variants together. One that has not the stage, or not the kind, computes
+    nothing here, and where it has no seam its bundle is empty. Without a B of its own, W does its
+    whole backward, and B hands on what that reads.
+    """
 
     def __init__(
-        self, stage: str, kind: Kind, variants: Variants, state: Mapping[str, Tensor], engine: str
+        self,
+        stage: str,
+        kind: Kind,
+        cut: Cut,
+        variants: Variants,
+        state: Mapping[str, Tensor],
+        engine: str,
     ) -> None:
         super().__init__()
         self.stage = stage
         self.kind = kind
+        self.ends = ends_of(cut, stage)
         self._variants = variants
         self._state = state
         self._engine = engine
         self._calls: dict[int, Graphs] = {}
+        self._bundles: dict[int, tuple[Places, Places]] = {}
         runs: dict[Kind, Callable[..., Any]] = {
             Kind.F: self._forward,
             Kind.B: self._inputs,
@@ -98,17 +111,47 @@ class StageOp(nn.Module):
         call looks for hooks first, and that takes longer than all of this.)"""
         rank.now = token = f"{self.stage}.{self.kind}{mb.index}"
         start = perf_counter()
-        graphs = self._variants[mb.variant][self.stage]
-        state = tuple([self._state[name] for name in graphs.state])
-        result = self._run(rank, mb, graphs, state, *args)
+        graphs = self._variants[mb.variant].get(self.stage)
+        if graphs is None or self.kind not in graphs.kinds:
+            result = self._skip(graphs, *args)
+        else:
+            state = tuple([self._state[name] for name in graphs.state])
+            result = self._run(rank, mb, graphs, state, *args)
         rank.times[token] = (start, perf_counter())
         return result
+
+    def _skip(self, graphs: "StageGraphs | None", *args: Any) -> Any:
+        """What an op gives that its variant has not."""
+        match self.kind:
+            case Kind.F:
+                return (*[()] * len(self.ends.sent), (), [])
+            case Kind.B:
+                later = Later(*args) if graphs is not None and Kind.W in graphs.kinds else []
+                return (*[()] * len(self.ends.returned), later)
+            case _:
+                return args[0] or {}
 
     def _call(self, mb: "Bound", graphs: "StageGraphs") -> Graphs:
         call = self._calls.get(mb.variant)
         if call is None:
+            for number in [n for n in self._calls if not self._variants[n]]:
+                del self._calls[number]
             call = self._calls[mb.variant] = engine(getattr(graphs, self.kind), self._engine)
         return call
+
+    def _places(self, mb: "Bound", graphs: "StageGraphs") -> tuple[Places, Places]:
+        """Of the bundles that the variant's graph takes, among those of the table; and of those
+        that the table wants, among what the graph gives."""
+        found = self._bundles.get(mb.variant)
+        if found is None:
+            mine, its = self.ends, graphs.ends
+            forward = self.kind is Kind.F
+            taken = (
+                places(its.received, mine.received) if forward else places(its.wanted, mine.wanted)
+            )
+            given = places(mine.sent, its.sent) if forward else places(mine.returned, its.returned)
+            found = self._bundles[mb.variant] = taken, given
+        return found
 
     def _forward(
         self,
@@ -119,13 +162,15 @@ class StageOp(nn.Module):
         received: Any,
     ) -> Any:
         feed = mb.feed(graphs)
-        sent, losses, kept = self._call(mb, graphs)(state, feed, received)
+        taken, given = self._places(mb, graphs)
+        sent, losses, kept = self._call(mb, graphs)(state, feed, placed(received, taken))
         if graphs.others:
             first = len(losses) - len(graphs.others)
             values = zip(graphs.others, losses[first:], strict=True)
             rank.outputs.update(((mb.index, other), value.detach()) for other, value in values)
             losses = losses[:first]
-        return (*sent, losses, rank.keep(self.stage, mb.index, kept, state, feed))
+        kept = rank.keep(self.stage, mb.index, kept, state, feed)
+        return (*placed(sent, given), losses, kept)
 
     def _inputs(
         self,
@@ -137,8 +182,11 @@ class StageOp(nn.Module):
         wanted: Any,
     ) -> Any:
         feed = mb.feed(graphs)
+        taken, given = self._places(mb, graphs)
+        wanted = placed(wanted, taken)
         returned, later = self._call(mb, graphs)(state, feed, kept, wanted, mb.weight)
-        return (*returned, rank.keep(self.stage, mb.index, later, state, feed))
+        later = rank.keep(self.stage, mb.index, later, state, feed)
+        return (*placed(returned, given), later)
 
     def _weights(
         self,
@@ -147,11 +195,45 @@ class StageOp(nn.Module):
         graphs: "StageGraphs",
         state: tuple[Any, ...],
         grads: Grads | None,
-        kept: list[Any],
+        kept: "list[Any] | Later",
         wanted: Any,
     ) -> Grads:
+        if isinstance(kept, Later):
+            kept, wanted = kept
+        if Kind.B not in graphs.kinds:
+            wanted = placed(wanted, self._places(mb, graphs)[0])
         found = self._call(mb, graphs)(state, mb.feed(graphs), kept, wanted, mb.weight)
         return accumulate(grads or {}, dict(zip(graphs.trained, found, strict=True)))
+
+
+class Later(NamedTuple):
+    """What a B that its variant has not hands on to W: all that it was called with."""
+
+    kept: list[Any]
+    wanted: tuple[tuple[Tensor, ...], ...]
+
+
+def ends_of(cut: Cut, stage: str) -> Ends:
+    """The far ends of a stage's seams, in the order in which a program bundles values."""
+    into, out = cut.seams_into[stage], cut.seams_from[stage]
+    return Ends(
+        received=tuple(seam.source for seam in into),
+        sent=tuple(seam.target for seam in out),
+        returned=tuple(seam.source for seam in into if seam.grads),
+        wanted=tuple(seam.target for seam in out if seam.grads),
+    )
+
+
+def places(wanted: tuple[str, ...], among: tuple[str, ...]) -> Places:
+    """Where each is among others, None for one that is not there; just None if all are alike."""
+    if wanted == among:
+        return None
+    return tuple(among.index(name) if name in among else None for name in wanted)
+
+
+def placed(bundles: Sequence[Any], at: Places) -> Sequence[Any]:
+    """The bundles at these places; where there is none, nothing crosses."""
+    return bundles if at is None else [() if i is None else bundles[i] for i in at]
 
 
 def accumulate(grads: Grads, new: Grads) -> Grads:
@@ -165,88 +247,3 @@ def accumulate(grads: Grads, new: Grads) -> Grads:
         else:
             grads[name] = grad.clone(memory_format=torch.contiguous_format)
     return grads
-
-
-class GroupOp(nn.Module):
-    """R of a group: its parameters' gradients, summed over its ranks in rank order.
-
-    Which parameters take part is decided from the variants of the step, which every rank knows: one
-    that had no microbatch contributes zeros, and one that no variant trains is in no rank's sum.
-    """
-
-    def __init__(
-        self, group: str, cut: Cut, variants: Variants, state: Mapping[str, Tensor]
-    ) -> None:
-        super().__init__()
-        self.stages = cut.groups[group]
-        self.ranks = cut.ranks_of(self.stages)
-        self._token = f"{group}.R"
-        self._cut = cut
-        self._variants = variants
-        self._state = state
-
-    def forward(self, rank: Running, grads: Sequence[Grads]) -> Grads:
-        """Pack what there is by dtype, sum it, unpack it."""
-        rank.now = self._token
-        start = perf_counter()
-        local = {name: self._local(name, grads) for name in self._names(rank.variants)}
-        summed: Grads = {}
-        for dtype in sorted({grad.dtype for grad in local.values()}, key=str):
-            names = [name for name, grad in local.items() if grad.dtype is dtype]
-            flat = torch.cat([local.pop(name).reshape(-1) for name in names])
-            total = rank.reduce(self._token, flat, self.ranks)
-            start_at = 0
-            for name in names:
-                like = self._state[name]
-                summed[name] = total[start_at : start_at + like.numel()].view(like.shape)
-                start_at += like.numel()
-        rank.times[self._token] = (start, perf_counter())
-        return summed
-
-    def _names(self, variants: frozenset[int]) -> list[str]:
-        owners = holders(self._cut, self._variants)
-        trained: dict[str, None] = {}
-        for stage in self.stages:
-            for variant in sorted(variants):
-                trained.update(dict.fromkeys(self._variants[variant][stage].trained))
-        return [name for name in trained if owners[name] == self.stages]
-
-    def _local(self, name: str, grads: Sequence[Grads]) -> Tensor:
-        found = [stage[name] for stage in grads if name in stage]
-        return total(found) if found else torch.zeros_like(self._state[name])
-
-
-class GradientsOp(nn.Module):
-    """The gradients of a rank: those of its groups, and the sums over its own stages."""
-
-    def forward(self, rank: Running, grads: Sequence[Grads], reduced: Sequence[Grads]) -> Grads:
-        """A parameter of a group comes from the group's sum alone."""
-        result = {name: grad for group in reduced for name, grad in group.items()}
-        own: dict[str, list[Tensor]] = {}
-        for stage in grads:
-            for name, grad in stage.items():
-                if name not in result:
-                    own.setdefault(name, []).append(grad)
-        return {**{name: total(found) for name, found in own.items()}, **result}
-
-
-def total(found: Sequence[Tensor]) -> Tensor:
-    """The gradients of one parameter in several stages, summed into the first, in their order."""
-    for grad in found[1:]:
-        found[0].add_(grad)
-    return found[0]
-
-
-def holders(cut: Cut, variants: Variants) -> dict[str, tuple[str, ...]]:
-    """Name of a trained parameter -> the stages that hold it in any variant, in their order.
-
-    A stage that only reads it holds it too: its copy follows the others.
-    """
-    trained = {name for graphs in variants for stage in graphs.values() for name in stage.trained}
-    found: dict[str, dict[str, None]] = {}
-    for stage in cut.stage:
-        for graphs in variants:
-            for name in graphs[stage].state:
-                if name in trained:
-                    found.setdefault(name, {})[stage] = None
-    return {name: tuple(stages) for name, stages in found.items()}

@@ -39,10 +39,11 @@ class Result:
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """The sum of weight times loss, in the order of the microbatches."""
+    """The sum of weight times loss, in the order of the microbatches. One of weight 0 is no part of
+    it, even if its own loss is not a number: a mean over no token."""
     total = torch.zeros((), dtype=losses.dtype)
     for weight, loss in zip(weights, losses, strict=True):
-        total = total + weight * loss
+        total = total + weight * loss if weight else total
     return total
 
 
@@ -84,7 +85,9 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient is written."""
         self._variants.follow_mode()
-        fits = [self._variants.fit(mb, f"microbatch {i}") for i, mb in enumerate(parts)]
+        fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
+        if len(self._backend.mine) < self._backend.ranks:
+            self._variants.check_handed()
         factors = self._weights(weights, len(parts))
         order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
         bound = []
@@ -108,7 +111,7 @@ class Steps:
     def table(self, count: int) -> Table:
         """The table of a step of so many microbatches."""
         variants = self._variants
-        key = variants.first.cut, count
+        key = variants.union.cut, count
         if key not in self._tables:
             self._tables[key] = variants.scheduler.table(*key, variants.reckon)
         return self._tables[key]
@@ -124,6 +127,7 @@ class Steps:
                 rank,
                 self._variants.graphs,
                 self._variants.state,
+                owners=self._variants.union.owners,
                 engine=self.engine,
                 ahead=self._backend.ahead,
             )

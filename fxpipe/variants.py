@@ -1,32 +1,35 @@
-"""The variants of a model: one captured graph for each way in which its sizes specialise.
+"""The variants of a model: one captured graph for each path that microbatches take through it.
 
 Most models are one symbolic graph. Where a model's code unrolls over a size (a Python loop over
-images), each value of that size is a graph of its own, traced when the first microbatch with it
-comes. All of them share one cut, so that one table and one program run any mixture.
+images), each value of that size is a graph of its own; so is a microbatch without images, or with
+other arguments. Each is traced when the first microbatch of its kind comes. All of them share one
+cut (`fxpipe.union`), so that one table and one program run any mixture.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.bind import Sizes, mismatch, unfit
+from fxpipe.bind import Sizes, mismatch, other_float
 from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
-from fxpipe.errors import BatchError, CaptureError
-from fxpipe.inputs import Microbatch, contents, flatten
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.inputs import Ask, Microbatch
 from fxpipe.joint import StageGraphs
-from fxpipe.lower import Lowered, lower, moved, same_holders, same_shape
+from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
+from fxpipe.memory import Memory, fits
 from fxpipe.mode import Mode, mode_of, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
-from fxpipe.torch_internals import has_hooks, watching_hooks
+from fxpipe.union import Union, union
 from fxpipe.wanted import LossFn, Outputs
 
-LIMIT = 16
-REMEMBERED = 4096  # sets of shapes and values
+LIMIT = 32  # variants that are kept; a step that needs more has them all until it ends
+_SHAPES = 1024  # sets of shapes whose variant is known
 
 
 class Fit(NamedTuple):
@@ -41,11 +44,15 @@ class ForwardOnly(NamedTuple):
     """Variants of a forward without a backward: what it returns, and whose stages it has."""
 
     outputs: Outputs
-    like: Sequence[Lowered]
+    like: Like | None
 
 
 class Variants:
-    """Lowered graphs of one model, made as microbatches ask for them."""
+    """Lowered graphs of one model, made as microbatches ask for them.
+
+    all: by number; graphs: those of each number, none where it was let go; generation: changes with
+    what programs are made of; dropped: how many were let go
+    """
 
     def __init__(
         self,
@@ -54,27 +61,31 @@ class Variants:
         ranks: int,
         given: Mapping[str, Sequence[str]] | None,
         loss_fn: LossFn | None,
-        known: list[tuple[Mode, Lowered]] | None = None,
+        memory: Memory | None = None,
         forward: ForwardOnly | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.ranks = ranks
         self.generation = 0
-        self.all: list[Lowered] = []
+        self.dropped = 0
+        self.all: dict[int, Lowered] = {}
         self.graphs: list[Mapping[str, StageGraphs]] = []
         self.state: dict[str, Tensor] = {}
         self._model = model
         self._given = given
         self._forward = forward
         self._loss_fn = loss_fn
-        # Everything lowered so far, with the mode that it was traced in: also by other schedules.
-        self._known: list[tuple[Mode, Lowered]] = [] if known is None else known
+        self._memory = memory or Memory()
+        self._seen = Seen()
+        self._union: Union | None = None
+        self._names: frozenset[str] = frozenset()
+        self._handed: tuple[set[str], ...] = ()
         self._mode: Mode = ()
         self._fits: dict[object, tuple[int, Sizes]] = {}
 
     def rescheduled(self, scheduler: Scheduler, ranks: int) -> "Variants":
         """The same model for another schedule; what is traced already is not traced again."""
-        return Variants(self._model, scheduler, ranks, self._given, self._loss_fn, self._known)
+        return Variants(self._model, scheduler, ranks, self._given, self._loss_fn, self._memory)
 
     def forward_only(self, scheduler: Scheduler, forward: ForwardOnly) -> "Variants":
         """The same model for evaluation."""
@@ -96,7 +107,12 @@ class Variants:
     @property
     def captures(self) -> int:
         """How many graphs were traced, also for other schedules and other modes."""
-        return len({id(lowered.captured) for _, lowered in self._known})
+        return self._memory.captures
+
+    @property
+    def union(self) -> Union:
+        """What all variants are together. Raises BatchError if there was none yet."""
+        return self._union or union(None, self.first)
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -120,15 +136,18 @@ class Variants:
 
     def held(self, ranks: Collection[int]) -> set[str]:
         """Names of the tensors of these ranks; what no stage reads stays on the first rank."""
-        stages = self.first.cut.stages
-        read = {
-            stage.name: {name for graphs in self.graphs for name in graphs[stage.name].state}
-            for stage in stages
-        }
-        here = [read[stage.name] for stage in stages if stage.rank is None or stage.rank in ranks]
-        if 0 in ranks:
-            here.append(set(self.canonical.values()).difference(*read.values()))
-        return set().union(*here)
+        return self.union.held(ranks, set(self.canonical.values()))
+
+    def hand_out(self) -> None:
+        """Note which parameters each rank has from now on: its optimizer will have these."""
+        self._handed = tuple(self.held([rank]) for rank in range(self.ranks))
+
+    def check_handed(self) -> None:
+        """Raises BatchError if microbatches have brought a rank a parameter that it was not given:
+        its optimizer would leave it as it is, while other ranks train their copies of it."""
+        every = set(self.canonical.values())
+        for rank, names in enumerate(self._handed):
+            self.union.check_handed(rank, names, every)
 
     def refresh(self) -> None:
         """Look up the model's tensors again: they may have been replaced since the last step."""
@@ -139,28 +158,61 @@ class Variants:
 
         Raises BatchError, which begins with `what`, when it cannot be run beside the others.
         """
-        tensors, fixed, structure = flatten(microbatch)
-        plain = [tensor for _, tensor in tensors]
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in plain)
-        held = {name for known in self.all for name in known.captured.values}
-        values = tuple((name, contents(tensor)) for name, tensor in tensors if name in held)
-        key = structure, shapes, tuple((name, repr(value)) for name, value in fixed), values
-        if key not in self._fits:
-            if len(self._fits) == REMEMBERED:
-                self._fits.clear()
-            number = self._number(microbatch, what)
-            self._fits[key] = number, Sizes(self.all[number].captured, plain)
-        return Fit(*self._fits[key], plain)
+        return self.fit_all([microbatch], [what])[0]
+
+    def fit_all(self, microbatches: Sequence[Microbatch], what: Sequence[str]) -> list[Fit]:
+        """The variant of each; of new ones, that with the most arguments is traced first, since it
+        shows the most regions. Variants that were not used for long are let go."""
+        asks = self._asks(microbatches)
+        while missing := [i for i, ask in enumerate(asks) if ask.key not in self._fits]:
+            for i in sorted(missing, key=lambda i: -len(asks[i].tensors)):
+                number = self._number(microbatches[i], what[i])
+                (ask,) = self._asks([microbatches[i]])  # now that all is known that it depends on
+                self._fits[ask.key] = number, Sizes(self.all[number].captured, ask.tensors)
+            asks = self._asks(microbatches)
+        for key in {ask.key for ask in asks}:
+            self._fits[key] = self._fits.pop(key)  # the last one used is the last one dropped
+        fits = [Fit(*self._fits[ask.key], ask.tensors) for ask in asks]
+        self._let_go({fit.number for fit in fits})
+        return fits
+
+    def _asks(self, microbatches: Sequence[Microbatch]) -> list[Ask]:
+        held = {name for known in self.all.values() for name in known.captured.values}
+        return [Ask.of(microbatch, held) for microbatch in microbatches]
+
+    def _let_go(self, needed: Collection[int]) -> None:
+        """Drop the variants, and the sets of shapes, that were not used for longest."""
+        used = dict.fromkeys(number for number, _ in reversed(self._fits.values()))
+        order = [*used, *(number for number in self.all if number not in used)]
+        for number in order[:0:-1]:
+            if len(self.all) > LIMIT and number not in needed and number:
+                del self.all[number]
+                self.graphs[number] = {}
+                self.dropped += 1
+        kept = [(key, fit) for key, fit in self._fits.items() if fit[0] in self.all]
+        self._fits = dict(kept[-_SHAPES:])
 
     def _number(self, microbatch: Microbatch, what: str) -> int:
-        if not self.all:
-            return self._add(microbatch, what)
-        problem = mismatch(self.first.captured, microbatch)
+        """The variant of a microbatch that no shapes before had."""
+        for number, variant in self.all.items():
+            if fits(variant, microbatch):
+                return number
+        leaves = [leaf for known in self.all.values() for leaf in known.captured.leaves]
+        problem = other_float(leaves, microbatch)
         if problem:
             raise BatchError(f"{what} does not fit the example: {problem}")
-        fits = (i for i, v in enumerate(self.all) if _fits(v, microbatch))
-        number = next(fits, None)
-        return self._add(microbatch, what) if number is None else number
+        try:
+            return self._add(self._lowered(microbatch))
+        except FxpipeError as error:
+            if not self.all:
+                raise
+            problem = mismatch(self.first.captured, microbatch)
+            if problem and isinstance(error, CaptureError):
+                raise BatchError(
+                    f"{what} does not fit the example: {problem}. As a path of its own through "
+                    f"the model it fails: {error}"
+                ) from error
+            raise type(error)(f"{what}: {error}") from error
 
     def reckon(self, device: Device) -> Costs:
         """What ops take and keep on a device, for the largest of the microbatches known so far."""
@@ -175,77 +227,74 @@ class Variants:
         if mode != self._mode:
             self._mode = mode
             self.generation += 1
-            self.all, self.graphs, self.state = [], [], {}
-            self._fits.clear()
+            self.all, self.graphs, self.state = {}, [], {}
+            self._fits, self._union = {}, None
             self.refresh()
+            names = frozenset(name for name, _ in self._tensors())
+            self._memory.follow(names)
+            if names != self._names:
+                self._names, self._seen = names, Seen()
 
     def _settle_mode(self) -> None:
         """Tracing may set attributes (a cached length): the mode is what it leaves behind."""
         before, self._mode = self._mode, mode_of(self._model)
-        self._known[:] = [(self._mode if m == before else m, known) for m, known in self._known]
+        self._memory.rename(before, self._mode)
 
-    def _add(self, microbatch: Microbatch, what: str) -> int:
-        if len(self.all) == LIMIT:
-            reason = unfit(self.all[-1].captured, microbatch, self.all[-1].parts.guards)
-            raise BatchError(
-                f"{what} would be variant {LIMIT + 1} of this model: {reason}. The model's code "
-                "unrolls over that value; pad it to a few sizes"
-            )
-        lowered = self._lowered(microbatch)
-        if self.all:
-            difference = same_shape(self.first.cut, lowered.cut)
-            difference = difference or same_holders(self.first, lowered)
-            if difference:
-                raise BatchError(f"{what} takes another path through the model: {difference}")
-        self.all.append(lowered)
-        self.graphs.append(lowered.graphs)
+    def _add(self, lowered: Lowered) -> int:
+        """One more variant. Where it brings regions, the others may have to make room for them."""
+        number, seen = len(self.graphs), self._seen.also(lowered)
+        both = {number: lowered}
+        before = self._union
+        if self.all and seen.roles != self._seen.roles:
+            for other, variant in self.all.items():
+                how = variant, self.scheduler, self.ranks, seen
+                both[other] = moved(*how) or restaged(*how)
+                seen = seen.also(both[other])
+            before = None
+        found = before
+        for other in sorted(both):
+            found = union(found, both[other])
+        assert found is not None
+        self._commit(both, seen, found)
         constants = lowered.captured.constants
         self.state.update((name, tensor.to(self.device)) for name, tensor in constants.items())
-        return len(self.all) - 1
+        return number
+
+    def _commit(self, changed: Mapping[int, Lowered], seen: Seen, found: Union) -> None:
+        """Take over what has been made without an error."""
+        if len(changed) > 1:
+            self._fits.clear()  # sizes of seams that may be others now
+        self.graphs += [{}] * (max(changed) + 1 - len(self.graphs))
+        self.all |= changed
+        for number, lowered in changed.items():
+            self.graphs[number] = lowered.graphs
+        old = self._union
+        same = old is not None and old.cut is found.cut and old.owners == found.owners
+        self.generation += not same
+        self._seen, self._union = seen, found
 
     def _lowered(self, microbatch: Microbatch) -> Lowered:
         """A graph that is known already and fits, or one that is made now."""
-        captured = None
-        spans = self.all[0].staging.spans if self.all else {}
-        for mode, known in self._known:
-            if mode != self._mode or mismatch(known.captured, microbatch):
-                continue
-            if _fits(known, microbatch):
-                captured = known.captured
-                same = not spans or known.staging.spans == spans
-                found = moved(known, self.scheduler, self.ranks) if same else None
-                if found is not None:
-                    return found
-        made = lower(
-            captured or self._captured(microbatch),
-            microbatch,
-            scheduler=self.scheduler,
-            ranks=self.ranks,
-            given=self._given,
-            spans=spans,
-            like=() if self._forward is None else self._forward.like,
-        )
-        self._known.append((self._mode, made))
-        return made
+        seen = replace(self._seen, names=self._memory.regions)
+        found = self._memory.recall(self._mode, microbatch, self.scheduler, self.ranks, seen)
+        if found is None:
+            found = lower(
+                self._captured(microbatch),
+                microbatch,
+                scheduler=self.scheduler,
+                ranks=self.ranks,
+                given=self._given,
+                seen=seen,
+                like=None if self._forward is None else self._forward.like,
+            )
+        self._memory.add(self._mode, found, seen)
+        return found
 
     def _captured(self, microbatch: Microbatch) -> Captured:
-        if self._forward is not None:
+        if self._forward is None:
+            captured = self._memory.trace(self._model, microbatch, self._loss_fn)
+        else:
             outputs = self._forward.outputs
-            found = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=False)
-            self._settle_mode()
-            return found
-        seen = [name for name, tensor in self._tensors() if has_hooks(tensor)]
-        with watching_hooks(seen):
-            captured = capture(self._model, microbatch, self._loss_fn)
+            captured = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=False)
         self._settle_mode()
-        if seen:
-            raise CaptureError(
-                f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
-                "gradients after step(), or write the change of a gradient as an operator with "
-                "torch.library.custom_op and register_autograd"
-            )
         return captured
-
-
-def _fits(lowered: Lowered, microbatch: Microbatch) -> bool:
-    return unfit(lowered.captured, microbatch, lowered.parts.guards) is None

@@ -12,9 +12,10 @@ import sympy
 from torch import fx
 
 from fxpipe.capture import Captured
-from fxpipe.cut import Role
+from fxpipe.cut import Cut, Role
 from fxpipe.dataflow import calls, data_inputs, path, work
 from fxpipe.errors import StageError
+from fxpipe.passes.anchors import Anchor
 from fxpipe.passes.regions import Regions, cheap_nodes
 from fxpipe.passes.seeds import Facts
 from fxpipe.passes.stages import Staging
@@ -34,9 +35,8 @@ class Pattern:
     state: Mapping[str, Set[str]]
 
 
-def pattern_of(graphs: Sequence[tuple[Captured, Regions, Staging]]) -> Pattern:
-    """The pattern of graphs that share their stages."""
-    _, regions, staging = graphs[0]
+def pattern_of(graphs: Sequence[tuple[Captured, Regions, Staging]], cut: Cut) -> Pattern:
+    """The pattern of graphs that share the stages of a cut."""
     modules: dict[str, set[str]] = {}
     state: dict[str, set[str]] = {}
     for captured, _, of in ((c, r, s.of) for c, r, s in graphs):
@@ -45,7 +45,8 @@ def pattern_of(graphs: Sequence[tuple[Captured, Regions, Staging]]) -> Pattern:
             for source in data_inputs(node):
                 if source.name in captured.state:
                     state.setdefault(captured.state[source.name], set()).update(stages)
-    return Pattern(regions.roles, staging.region, modules, state)
+    roles = {region.name: region.role for region in cut.regions}
+    return Pattern(roles, {stage.name: stage.region for stage in cut.stages}, modules, state)
 
 
 def follow(
@@ -63,7 +64,8 @@ def follow(
     cost = {s: sum(effort[n] for n in found.nodes if s in of[n]) for s in pattern.region}
     owners = {n: tuple(dict.fromkeys(pattern.region[s] for s in of[n])) for n in found.nodes}
     why = dict.fromkeys(found.nodes, "where it runs in training")
-    regions = Regions(pattern.roles, owners, why, (), frozenset(found.cheap))
+    anchors = {name: Anchor(role, frozenset()) for name, role in pattern.roles.items()}
+    regions = Regions(pattern.roles, owners, why, (), frozenset(found.cheap), anchors)
     return regions, Staging(pattern.region, of, cost, {})
 
 

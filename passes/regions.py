@@ -15,6 +15,7 @@ from fxpipe.capture import Captured
 from fxpipe.cut import Role
 from fxpipe.dataflow import behind, calls, data_inputs, is_random, path
 from fxpipe.errors import RegionError
+from fxpipe.passes.anchors import Anchor, Known
 from fxpipe.passes.seeds import (
     BACKBONE,
     Facts,
@@ -34,7 +35,7 @@ class Regions:
 
     of: node -> the regions that need it; one for most nodes, several for a value that is cheap to
     derive from the inputs and is therefore computed wherever it is used. cheap: all such values.
-    why: node -> the reason.
+    why: node -> the reason. anchors: what other variants know each region by.
     """
 
     roles: Mapping[str, Role]
@@ -42,6 +43,7 @@ class Regions:
     why: Mapping[fx.Node, str]
     blocks: tuple[tuple[fx.Node, ...], ...]
     cheap: frozenset[fx.Node]
+    anchors: Mapping[str, Anchor]
 
     @property
     def backbone(self) -> str:
@@ -62,14 +64,16 @@ def find_regions(
     captured: Captured,
     symbols: Mapping[sympy.Symbol, sympy.Integer],
     given: Mapping[str, Sequence[str]] | None = None,
+    known: Known | None = None,
 ) -> Regions:
     """Regions of a captured graph; `given` (region -> module names) overrides what is found.
 
-    symbols: sizes of the example microbatch, by which work is weighed. Found regions that would
-    depend on one another in a circle become one. Raises RegionError when a given name is no module,
-    or given regions depend on one another in a circle.
+    symbols: sizes of the example microbatch, by which work is weighed. known: the regions of other
+    variants, which keep their names and their roles. Found regions that would depend on one another
+    in a circle become one. Raises RegionError when a given name is no module, or given regions
+    depend on one another in a circle.
     """
-    facts = Facts(captured, symbols)
+    facts = Facts(captured, symbols, known)
     seeds = given_seeds(facts, given) if given else found_seeds(facts)
     growth, turned = _Growth(facts, seeds), set[frozenset[str]]()
     while clash := growth.clash():
@@ -108,7 +112,15 @@ class _Growth:
     def regions(self) -> Regions:
         """What `clash` has claimed."""
         seeds = self.seeds
-        return Regions(seeds.roles, self.of, self.why, seeds.blocks, frozenset(self.cheap))
+        nodes = {
+            name: [n for n, own in seeds.forced.items() if own == name] for name in seeds.roles
+        }
+        anchors = {
+            name: Anchor(role, self.facts.parameters(nodes[name]))
+            for name, role in seeds.roles.items()
+        }
+        cheap = frozenset(self.cheap)
+        return Regions(seeds.roles, self.of, self.why, seeds.blocks, cheap, anchors)
 
     def _claim_coloured(self) -> None:
         """Nodes that are computed from seeds."""

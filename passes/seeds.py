@@ -5,7 +5,7 @@ embeddings; other chains before it are encoders, chains after it with a loss of 
 generators. A user's `regions=` replaces all of this by the names of modules.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -15,6 +15,7 @@ from fxpipe.capture import Captured
 from fxpipe.cut import Role
 from fxpipe.dataflow import ahead, aten, behind, calls, data_inputs, path, spread, work
 from fxpipe.errors import RegionError
+from fxpipe.passes.anchors import Known, recognised
 from fxpipe.passes.chains import Chain, find_chains
 
 BACKBONE = "llm"
@@ -53,8 +54,14 @@ def earlier(seeds: Seeds, region: str, before: str) -> Seeds:
 class Facts:
     """The graph and what every step of the search asks of it."""
 
-    def __init__(self, captured: Captured, symbols: Mapping[sympy.Symbol, sympy.Integer]) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        symbols: Mapping[sympy.Symbol, sympy.Integer],
+        known: Known | None = None,
+    ) -> None:
         self.captured = captured
+        self.known = known or {}
         self.graph = captured.graph.graph
         self.symbols = symbols
         self.chains = find_chains(self.graph)
@@ -82,6 +89,17 @@ class Facts:
     def has_weights(self, node: fx.Node) -> bool:
         return any(self.is_parameter(source) for source in data_inputs(node))
 
+    def parameters(self, nodes: Iterable[fx.Node]) -> frozenset[str]:
+        """The names of the parameters that nodes read."""
+        sources = {source for node in nodes for source in data_inputs(node)}
+        return frozenset(self.captured.state[n.name] for n in sources if self.is_parameter(n))
+
+    def recognised(
+        self, role: Role, nodes: Iterable[fx.Node], taken: Collection[str] = ()
+    ) -> str | None:
+        """What another variant calls the region of these nodes."""
+        return recognised(self.known, role, self.parameters(nodes), taken)
+
 
 def found_seeds(facts: Facts) -> Seeds:
     """Seeds from the chains of the graph; without any chain, all of it is the backbone."""
@@ -94,29 +112,42 @@ def found_seeds(facts: Facts) -> Seeds:
     others = [chain for chain in facts.chains if chain is not backbone]
     before = [chain for chain in others if chain.blocks[0][0] not in downstream]
     after = [chain for chain in others if chain.blocks[0][0] in downstream]
+    late: list[Sequence[fx.Node]] = []  # generators of a microbatch that does not run the backbone
     seeds = Seeds({}, {}, backbone.blocks)
     for group in _merged(before, core):
-        _add(facts, seeds, Role.ENCODER, [n for chain in group for n in chain.nodes])
+        nodes = [n for chain in group for n in chain.nodes]
+        if not core and facts.recognised(Role.GENERATOR, nodes):
+            late.append(nodes)
+        else:
+            _add(facts, seeds, Role.ENCODER, nodes)
     for stem in _stems(facts, core, {n for chain in others for n in chain.nodes}):
         _add(facts, seeds, Role.ENCODER, stem)
     seeds.roles[BACKBONE] = Role.BACKBONE
     seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
     seeds.why.update(dict.fromkeys(backbone.nodes, f"block of {backbone.parent}"))
-    for nodes in _generators(facts, core, downstream, _merged(after, set())):
-        _add(facts, seeds, Role.GENERATOR, nodes)
+    late += _generators(facts, core, downstream, _merged(after, set()))
+    for generator in late:
+        _add(facts, seeds, Role.GENERATOR, generator)
     return seeds
 
 
 def _pick_backbone(facts: Facts) -> Chain:
-    """The chain with the most work among those next to a token embedding, or among all."""
+    """The chain with the most work among those next to a token embedding, or among all; the one of
+    other variants, if there are any, and no blocks where the microbatch does not run it."""
+    known = facts.known.get(BACKBONE)
+    if known is not None and known.parameters:
+        mine = [chain for chain in facts.chains if facts.recognised(Role.BACKBONE, chain.nodes)]
+        return max(mine, key=lambda chain: facts.work(chain.nodes), default=Chain("", ()))
     member = {node: chain.parent for chain in facts.chains for node in chain.nodes}
 
     def reads_tokens(chain: Chain) -> bool:
         found = behind(chain.nodes, lambda node: member.get(node, chain.parent) != chain.parent)
         return any(map(facts.is_token_embedding, found))
 
-    candidates = [chain for chain in facts.chains if reads_tokens(chain)] or facts.chains
-    return max(candidates, key=lambda chain: facts.work(chain.nodes))
+    others = (Role.ENCODER, Role.GENERATOR)
+    free = [c for c in facts.chains if not any(facts.recognised(role, c.nodes) for role in others)]
+    candidates = [chain for chain in free if reads_tokens(chain)] or free
+    return max(candidates, key=lambda chain: facts.work(chain.nodes), default=Chain("", ()))
 
 
 def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
@@ -175,7 +206,8 @@ def _generators(
         reached = ahead(nodes, lambda _: False) | set(nodes)
         mine = [term for term in terms if term in reached]
         extra = _own_leaves(facts, mine, core)
-        if len(mine) < len(terms) or extra & facts.float_leaves:
+        known = facts.recognised(Role.GENERATOR, nodes)
+        if len(mine) < len(terms) or extra & facts.float_leaves or known:
             taken.update(mine)
             yield nodes
     for term in terms:
@@ -183,7 +215,8 @@ def _generators(
         shared = behind([t for t in terms if t is not term], lambda n: n in core)
         weighted = [n for n in own if n not in shared and facts.has_weights(n)]
         extra = _own_leaves(facts, [term], core)
-        if term not in taken and len(terms) > 1 and weighted and extra & facts.float_leaves:
+        own_loss = len(terms) > 1 and weighted and extra & facts.float_leaves
+        if term not in taken and (own_loss or facts.recognised(Role.GENERATOR, weighted)):
             yield weighted
 
 
@@ -197,14 +230,15 @@ def _own_leaves(facts: Facts, terms: Sequence[fx.Node], core: set[fx.Node]) -> i
 
 
 def _add(facts: Facts, seeds: Seeds, role: Role, nodes: Sequence[fx.Node]) -> None:
-    name = _name(facts, role, nodes, seeds.roles)
+    known = facts.recognised(role, nodes, seeds.roles)
+    name = known or _name(facts, role, nodes, {**facts.known, **seeds.roles})
     seeds.roles[name] = role
     seeds.forced.update(dict.fromkeys(nodes, name))
     parents = sorted({path(node) for node in nodes}, key=lambda name: (len(name), name))
     seeds.why.update(dict.fromkeys(nodes, f"{role}: block or stem at {parents[0] or 'the root'}"))
 
 
-def _name(facts: Facts, role: Role, nodes: Sequence[fx.Node], taken: Mapping[str, Role]) -> str:
+def _name(facts: Facts, role: Role, nodes: Sequence[fx.Node], taken: Collection[str]) -> str:
     bits = 0
     for node in nodes:
         bits |= facts.leaves[node]
@@ -223,13 +257,16 @@ def given_seeds(facts: Facts, given: Mapping[str, Sequence[str]]) -> Seeds:
     """Seeds from the names of modules; a key that is a role's name gets that role."""
     members = {name: _under(facts, name, modules) for name, modules in given.items()}
     backbone = _given_backbone(facts, members)
+    members = {name: nodes for name, nodes in members.items() if nodes or name == backbone}
     core = set(members[backbone])
     downstream = ahead(core, lambda _: False)
     roles = dict.fromkeys(members, Role.ENCODER)
     roles[backbone] = Role.BACKBONE
     for name, nodes in members.items():
         after = name != Role.ENCODER and set(nodes) & downstream - core
-        if name != backbone and (name == Role.GENERATOR or after):
+        if name in facts.known:
+            roles[name] = facts.known[name].role
+        elif name != backbone and (name == Role.GENERATOR or after):
             roles[name] = Role.GENERATOR
     forced = {node: name for name, nodes in members.items() for node in nodes}
     why = {node: f"given: regions[{name!r}]" for node, name in forced.items()}
@@ -245,7 +282,7 @@ def _under(facts: Facts, region: str, modules: Sequence[str]) -> list[fx.Node]:
     found: list[fx.Node] = []
     for name in names:
         nodes = [n for n in calls(facts.graph) if f"{path(n)}.".startswith(f"{name}.")]
-        if not nodes:
+        if not nodes and not any(n.startswith(f"{name}.") for n in facts.captured.parameters):
             known = sorted({path(n).split(".")[0] for n in calls(facts.graph)} - {""})
             raise RegionError(
                 f"regions[{region!r}] names module {name!r}, which runs nothing in this model; "
@@ -256,5 +293,6 @@ def _under(facts: Facts, region: str, modules: Sequence[str]) -> list[fx.Node]:
 
 
 def _given_backbone(facts: Facts, members: Mapping[str, list[fx.Node]]) -> str:
-    named = [name for name in members if name in (Role.BACKBONE, BACKBONE)]
+    known = [name for name, anchor in facts.known.items() if anchor.role is Role.BACKBONE]
+    named = known or [name for name in members if name in (Role.BACKBONE, BACKBONE)]
     return named[0] if named else max(members, key=lambda name: facts.work(members[name]))

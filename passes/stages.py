@@ -8,6 +8,7 @@ computed in every stage that uses it.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import sympy
 from torch import fx
@@ -23,16 +24,25 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Where a region is cut: the blocks of each stage, from and to; and for each parameter of the
+    blocks the first of these stages that reads it."""
+
+    spans: Spans
+    homes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Staging:
     """region: stage -> its region, in topological order; of: node -> the stages that compute it.
 
-    spans: region that is cut -> the blocks of each of its stages, from and to
+    A stage of which the microbatch runs nothing is left out. placed: where regions are cut
     """
 
     region: Mapping[str, str]
     of: Mapping[fx.Node, tuple[str, ...]]
     cost: Mapping[str, float]
-    spans: Mapping[str, Spans]
+    placed: Mapping[str, Placed]
 
 
 def assign_stages(
@@ -40,21 +50,22 @@ def assign_stages(
     regions: Regions,
     symbols: Mapping[sympy.Symbol, sympy.Integer],
     names: Mapping[str, Sequence[str]],
-    spans: Mapping[str, Spans] | None = None,
+    known: Mapping[str, Placed] | None = None,
 ) -> Staging:
     """Cut every region into the stages named; one whose only stage has its own name stays whole.
 
-    spans: where to cut a region, if it has as many blocks as they say. Raises StageError if a
-    region has fewer blocks than stages.
+    known: where other variants cut these regions: one parameter should be in the same stage in all.
+    Raises StageError if a region has fewer blocks than stages.
     """
     nodes = calls(captured.graph.graph)
     effort = {node: work(node, symbols) for node in nodes}
     region = {stage: name for name in regions.roles for stage in names[name]}
     blocks = {name: _blocks(captured, regions, name) for name in _cut_ones(regions, names)}
-    cuts = dict(spans or {})
+    reads = {n: [_parameters(captured, block) for block in found] for n, found in blocks.items()}
+    cuts = {}
     for name, found in blocks.items():
-        if name not in cuts or cuts[name][-1][1] != len(found):
-            cuts[name] = _spans(regions, name, found, effort, names[name])
+        like = _alike((known or {}).get(name), reads[name], len(names[name]))
+        cuts[name] = like or _spans(regions, name, found, effort, names[name])
     of = _fixed(regions, nodes, blocks, cuts, names)
     for name in blocks:
         _settle_late(regions, nodes, of, blocks[name], (name, names[name]))
@@ -62,8 +73,46 @@ def assign_stages(
     for node in nodes:
         if node.target is operator.getitem:
             of[node] = of[node.all_input_nodes[0]]
+    used = {stage for stages in of.values() for stage in stages}
+    region = {stage: name for stage, name in region.items() if stage in used}
     cost = {s: sum(effort[n] for n in nodes if s in of[n]) for s in region}
-    return Staging(region, of, cost, {name: cuts[name] for name in blocks})
+    placed = {n: Placed(cuts[n], _homes(cuts[n], reads[n])) for n in blocks if blocks[n]}
+    return Staging(region, of, cost, placed)
+
+
+def _parameters(captured: Captured, block: Sequence[fx.Node]) -> list[str]:
+    """The names of the parameters that a block reads."""
+    names = (captured.state.get(source.name) for node in block for source in data_inputs(node))
+    return [name for name in dict.fromkeys(names) if name in captured.parameters]
+
+
+def _homes(spans: Spans, reads: Sequence[Sequence[str]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stage, (start, stop) in enumerate(spans):
+        for names in reads[start:stop]:
+            found |= {name: stage for name in names if name not in found}
+    return found
+
+
+def _alike(known: Placed | None, reads: Sequence[Sequence[str]], stages: int) -> Spans | None:
+    """The cut of other variants, brought to these blocks; None where it says nothing of them.
+
+    As many blocks are cut at the same places. Of more or fewer, each goes where its parameters are,
+    or with the block before it.
+    """
+    if known is None or len(known.spans) != stages:
+        return None
+    if known.spans[-1][1] == len(reads):
+        return known.spans
+    homes = [[known.homes[name] for name in names if name in known.homes] for names in reads]
+    if reads and not any(homes):
+        return None
+    at, count = 0, [0] * stages
+    for found in homes:
+        at = max([at, *found[:1]])
+        count[at] += 1
+    ends = list(accumulate(count))
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _cut_ones(regions: Regions, names: Mapping[str, Sequence[str]]) -> list[str]:

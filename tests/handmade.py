@@ -14,10 +14,12 @@ from torch import Tensor
 
 from fxpipe import passes
 from fxpipe.backends import Backend
+from fxpipe.copying import Ends
 from fxpipe.cut import Cut, Kind
 from fxpipe.program import emit
 from fxpipe.runtime import Step, run_step
 from fxpipe.schedule import derive
+from fxpipe.stageop import ends_of
 from fxpipe.table import Table
 
 WIDTH = 6
@@ -81,8 +83,14 @@ class Opaque:
     function: Callable[..., Any]
     state: tuple[str, ...]
     trained: tuple[str, ...]
+    ends: Ends
     copies: int = 1  # of what is sent: one bundle per seam
     others: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """A B where something gets its gradients, a W where it trains."""
+        return (Kind.F, *[Kind.B] * bool(self.ends.returned), *[Kind.W] * bool(self.trained))
 
     def F(self, state: Any, feed: Any, received: Any) -> Any:  # noqa: N802
         """Keep autograd's graph."""
@@ -124,11 +132,14 @@ class Opaque:
 
 def stages(ranks: int) -> Stages:
     """The stages of one variant."""
-    last = ranks - 1
-    result = {"vision": Opaque("vision", _vision, ("vision.w",), ("vision.w",), len({0, last}))}
+    last, laid = ranks - 1, cut(ranks)
+    ends = ends_of(laid, "vision")
+    names: tuple[str, ...] = ("vision.w",)
+    result = {"vision": Opaque("vision", _vision, names, names, ends, len({0, last}))}
     for r in range(ranks):
         names = (f"llm{r}.w", *(["tied"] if r in (0, last) else []))
-        result[f"llm{r}"] = Opaque(f"llm{r}", _block(r == 0, r == last), names, names)
+        ends = ends_of(laid, f"llm{r}")
+        result[f"llm{r}"] = Opaque(f"llm{r}", _block(r == 0, r == last), names, names, ends)
     return result
 
 

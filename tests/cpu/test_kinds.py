@@ -173,9 +173,9 @@ def test_follows_attributes_that_change() -> None:
     reference.load_state_dict(model.state_dict())
     batch = [(torch.randn(3, 6).double(),) for _ in range(2)]
     pipe = fxpipe.compile(model, batch[0], ranks=2)
-    traced = len(pipe._variants._known)
+    traced = len(pipe._variants._memory.lowered)
     pipe.step(batch)
-    assert len(pipe._variants._known) == traced
+    assert len(pipe._variants._memory.lowered) == traced
     for step in range(3):
         for part in (model, reference):
             part.zero_grad()

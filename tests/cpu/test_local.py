@@ -1,6 +1,7 @@
 """The local backend: eager's numbers, the same each time, and an end to every step."""
 
 import threading
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def _calling(stage: str, call: Any, ranks: int = 1) -> Any:
             return super().F(*args)
 
     made = handmade.stages(ranks)[stage]
-    return Calling(made.stage, made.function, made.state, made.trained, made.copies)
+    return Calling(*(getattr(made, field.name) for field in fields(made)))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -94,6 +95,7 @@ def test_a_bundle_of_the_wrong_shape_is_refused() -> None:
             lambda *args: ([made.function(*args)[0][0][:1]], []),
             made.state,
             ("llm0.w",),
+            made.ends,
         )
 
     with pytest.raises(RankError, match=r"rank 1 failed in llm0\.F0<0: ValueError: .* expected"):

@@ -102,7 +102,7 @@ def test_kept_values_die_with_their_last_op() -> None:
 
     counts: list[int] = []
     llm = stages["llm0"]
-    stages["llm0"] = Watched(llm.stage, llm.function, llm.state, llm.trained)
+    stages["llm0"] = Watched(llm.stage, llm.function, llm.state, llm.trained, llm.ends)
     table, backend = handmade.table(1, 6), choose("local", 1)
     programs = {0: emit(table, 0, [stages], handmade.parameters(1))}
     step = run_step(backend, programs, handmade.batch(6), torch.float64)
@@ -172,7 +172,9 @@ def test_inductor_gets_a_plain_list_and_the_kept_one_is_emptied(
 def test_a_group_leaves_out_what_no_variant_of_the_step_trains() -> None:
     frozen = dict(handmade.stages(2))
     vision = frozen["vision"]
-    frozen["vision"] = handmade.Opaque("vision", vision.function, vision.state, (), 2)
+    frozen["vision"] = handmade.Opaque(
+        "vision", vision.function, vision.state, (), vision.ends, vision.copies
+    )
     both = [dict(handmade.stages(2)), frozen]
     table, state, backend = handmade.table(2, 3), handmade.parameters(2), choose("local", 2)
     programs = {rank: emit(table, rank, both, state) for rank in range(2)}

@@ -51,9 +51,9 @@ LEVELS = (
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, *REWRITES),
     (*STAGES, *DIFFERENTIATION, *ASSIGNMENT),
-    ("program", "stageop", "delivery", "meter"),
+    ("program", "stageop", "groupop", "delivery", "meter"),
     ("backends", "runtime"),
-    ("", "mode", "variants", "explain", "steps", "evaluation", "pipe"),
+    ("", "mode", "union", "memory", "variants", "explain", "steps", "evaluation", "pipe"),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,85 @@
+"""What has been lowered of a model: the pipes of several schedules need not trace it again."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fxpipe.bind import mismatch, unfit
+from fxpipe.capture import Captured, capture
+from fxpipe.errors import CaptureError
+from fxpipe.inputs import Microbatch
+from fxpipe.lower import Lowered, Seen, moved, restaged
+from fxpipe.mode import Mode
+from fxpipe.passes.anchors import Known
+from fxpipe.scheduler import Scheduler
+from fxpipe.torch_internals import has_hooks, watching_hooks
+from fxpipe.wanted import LossFn
+
+SIZE = 64  # variants
+
+
+@dataclass
+class Memory:
+    """What every pipe of a model knows.
+
+    lowered: the last variants, with the mode that each was traced in, also for other schedules;
+    regions: all that were found, so that they keep their names; tensors: the names of the model's;
+    captures: how often it was traced
+    """
+
+    lowered: list[tuple[Mode, Lowered]] = field(default_factory=list)
+    regions: Known = field(default_factory=dict)
+    tensors: frozenset[str] = frozenset()
+    captures: int = 0
+
+    def follow(self, tensors: frozenset[str]) -> None:
+        """Forget everything if the model has other tensors than before."""
+        if tensors != self.tensors:
+            self.lowered, self.regions, self.tensors = [], {}, tensors
+
+    def add(self, mode: Mode, lowered: Lowered, seen: Seen) -> None:
+        """Remember a variant, and forget the one that was not used for longest."""
+        others = [(m, known) for m, known in self.lowered if known is not lowered]
+        self.lowered = [*others, (mode, lowered)][-SIZE:]
+        self.regions = seen.also(lowered).names
+
+    def trace(self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None) -> Captured:
+        """Capture a model. Raises CaptureError."""
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        seen = [name for name, tensor in tensors.items() if has_hooks(tensor)]
+        self.captures += 1
+        with watching_hooks(seen):
+            captured = capture(model, microbatch, loss_fn)
+        if seen:
+            raise CaptureError(
+                f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
+                "gradients after step(), or write the change of a gradient as an operator with "
+                "torch.library.custom_op and register_autograd"
+            )
+        return captured
+
+    def rename(self, before: Mode, after: Mode) -> None:
+        """One mode has turned out to be another."""
+        self.lowered = [(after if mode == before else mode, low) for mode, low in self.lowered]
+
+    def recall(
+        self, mode: Mode, microbatch: Microbatch, scheduler: Scheduler, ranks: int, seen: Seen
+    ) -> Lowered | None:
+        """The variant that runs a microbatch, for a schedule; None if there is none."""
+        found = [
+            known for m, known in reversed(self.lowered) if m == mode and fits(known, microbatch)
+        ]
+        for known in found:
+            made = moved(known, scheduler, ranks, seen)
+            if made is not None:
+                self.lowered = [pair for pair in self.lowered if pair[1] is not known]
+                return made
+        return restaged(found[0], scheduler, ranks, seen) if found else None
+
+
+def fits(lowered: Lowered, microbatch: Microbatch) -> bool:
+    """Whether a variant runs a microbatch."""
+    captured = lowered.captured
+    if mismatch(captured, microbatch) is not None:
+        return False
+    return unfit(captured, microbatch, lowered.parts.guards) is None
