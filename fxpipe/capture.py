@@ -21,7 +21,8 @@ from torch.export.graph_signature import InputKind
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
 from fxpipe.exporting import WRITES, Traced, WithLoss, export
-from fxpipe.inputs import Leaf, Microbatch, contents, flatten
+from fxpipe.faithful import settled
+from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
@@ -103,7 +104,8 @@ def capture(
     whole = WithLoss(model, structure, fixed, reader)
     applied: list[str] = []
     with watching_autograd_functions(applied), torch.set_grad_enabled(train):
-        exported = export(whole, [tensor for _, tensor in tensors])
+        leaves = apart([tensor for _, tensor in tensors])
+        exported = settled(model, whole.moved, lambda: export(whole, leaves))
     if applied and train:
         raise CaptureError(
             f"custom autograd function {applied[0]}: tracing loses its backward, and gradients "

@@ -13,7 +13,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpipe.torch_internals import expression, is_unbacked, share_storage, storage_of
+from fxpipe.sizes import is_ratio, is_size
+from fxpipe.torch_internals import expression, share_storage, storage_of
 
 aten = torch.ops.aten
 UNKNOWN_SIZE = 64
@@ -70,45 +71,15 @@ def module_class(node: fx.Node, prefix: str) -> str:
     return ""
 
 
-def carries_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor, or a tuple of them, and no size."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) or (
-        isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value)
-    )
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node is a number that follows from the microbatch's sizes alone.
-
-    `_local_scalar_dense` and the sizes of data-dependent results are numbers too, but only the
-    rank that runs their tensors knows them.
-    """
-    cached: bool | None = node.meta.get("is_size")
-    if cached is None:
-        cached = node.meta["is_size"] = _is_size(node)
-    return cached
-
-
-def _is_size(node: fx.Node) -> bool:
-    if node.op != "call_function" or carries_tensor(node):
-        return False
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt):
-        return not is_unbacked(value) and all(
-            carries_tensor(source) or is_size(source) for source in node.all_input_nodes
-        )
-    return isinstance(value, int) and all(map(is_size, node.all_input_nodes))
-
-
 def data_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values a node reads, sizes left out."""
-    return [source for source in node.all_input_nodes if not is_size(source)]
+    """The nodes whose values a node reads, without sizes and what is computed from them."""
+    return [n for n in node.all_input_nodes if not is_size(n) and not is_ratio(n)]
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute something beside sizes, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and not is_size(node)]
+    """The nodes that compute something beside sizes and their ratios, in order."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return [node for node in nodes if not is_size(node) and not is_ratio(node)]
 
 
 def spread(graph: fx.Graph, own: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

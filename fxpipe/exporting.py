@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.faithful import faithful
 from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
 from fxpipe.wanted import Reader
@@ -57,6 +58,7 @@ class WithLoss(nn.Module):
         self.names = [name for name, tensor in zip(names, is_tensor, strict=True) if tensor]
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
+        self.moved: dict[str, int | float] = {}
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:
@@ -74,7 +76,8 @@ class WithLoss(nn.Module):
     def _values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
-        values = self.reader(self.model(*args, **kwargs))
+        with faithful(self.model, self.moved):
+            values = self.reader(self.model(*args, **kwargs))
         changed = [n for n, b in self.model.named_buffers() if b is not before.get(n)]
         if changed:
             raise CaptureError(f"buffer {changed[0]} is assigned by forward, {WRITES}")

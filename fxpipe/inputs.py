@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy
 import sympy
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ Microbatch = Mapping[str, Any] | tuple[Any, ...]
 
 # What a dict may hold to be taken apart without a look inside its values.
 _LEAVES = (Tensor, bool, int, float, str)
+# What is equal if it is of one type and compares equal: a graph may hold it as a constant.
+_FIXED = (
+    *(type(None), bool, int, float, complex, str, bytes, type, Enum, range, numpy.generic),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,25 @@ def _parted(
     named = list(zip(names, leaves, strict=True))
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     fixed = tuple((name, value) for name, value in named if not isinstance(value, Tensor))
+    for name, value in fixed:
+        if not isinstance(value, _FIXED):
+            raise BatchError(
+                f"{name} is a {type(value).__name__}, and whether its contents repeat in other "
+                "microbatches cannot be checked. Pass tensors, numbers and strings, in dicts, "
+                "lists, tuples or dataclasses: torch.as_tensor(array), dict(features)"
+            )
     return tensors, fixed, (tree, names, tuple(isinstance(value, Tensor) for value in leaves))
+
+
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, each an object of its own: what is given twice in one microbatch may be two
+    things in the next, and a trace would make them one."""
+    known: set[int] = set()
+    found = []
+    for tensor in tensors:
+        found.append(tensor.detach().clone() if id(tensor) in known else tensor)
+        known.add(id(tensor))
+    return found
 
 
 def contents(tensor: Tensor) -> bytes:

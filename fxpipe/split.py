@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.capture import Captured
-from fxpipe.dataflow import calls, data_inputs, is_size, path
+from fxpipe.dataflow import calls, data_inputs, path
 from fxpipe.errors import StageError
 from fxpipe.passes.stages import Staging
+from fxpipe.sizes import is_size, ratios_behind
 from fxpipe.torch_internals import expression
 
 
@@ -106,6 +107,11 @@ def _check_crossing(node: fx.Node, maker: str, reader: str, order: Mapping[str, 
             f"{where} is a number read from a tensor, made in stage {maker} and used in {reader}; "
             "only tensors cross between stages: put both modules into one region with regions="
         )
+    if value.layout is not torch.strided:
+        raise StageError(
+            f"{where} is a sparse tensor, made in stage {maker} and used in {reader}; only dense "
+            "ones cross between stages: cross with x.to_dense()"
+        )
     unknown = {str(s) for size in value.shape for s in expression(size).free_symbols}
     if any(symbol.startswith("u") for symbol in unknown):
         raise StageError(
@@ -131,20 +137,19 @@ def _stage(
         dict.fromkeys(n for (_, to), found in links.items() if to == name for n in found)
     )
     sent = list(dict.fromkeys(n for (by, _), found in links.items() if by == name for n in found))
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    ratios = ratios_behind(captured.graph.graph, nodes)
+    read = dict.fromkeys(n for node in (*nodes, *ratios) for n in node.all_input_nodes)
     holders = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n in read]
     sizes = [n for n in read if is_size(n)]
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
-    for holder in [h for h in holders if h.name in captured.state] + [
-        h for h in holders if h.name not in captured.state
-    ]:
-        env[holder] = graph.node_copy(holder)
+    holders.sort(key=lambda holder: holder.name not in captured.state)
+    env.update((holder, graph.node_copy(holder)) for holder in holders)
     numbers = _number_inputs(graph, sizes, env)
     for node in received:
         env[node] = graph.placeholder(node.name)
         env[node].meta = {"val": node.meta["val"]}
-    for node in nodes:
+    for node in (*ratios, *nodes):
         env[node] = graph.node_copy(node, env.__getitem__)
     terms = [i for i, term in enumerate(captured.ends) if staging.of[term] == (name,)]
     graph.output((tuple(env[n] for n in sent), tuple(env[captured.ends[i]] for i in terms)))

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -134,10 +135,20 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return pytree.tree_map(function, value)
 
 
+@dataclass(frozen=True)
+class _Unknown:
+    """Memory that cannot be looked at, to be compared with that which can."""
+
+    cdata: int
+
+
 def storage_of(tensor: Tensor) -> object:
     """The memory that a traced tensor lies in, to be compared and hashed."""
     storage: Callable[[object], object] = StorageWeakRef
-    return storage(tensor.untyped_storage())
+    try:
+        return storage(tensor.untyped_storage())
+    except NotImplementedError:  # sparse, or seen one sample at a time: nothing tells
+        return _Unknown(-id(tensor))
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
@@ -233,3 +244,39 @@ def calling_line(error: BaseException | None = None) -> str:
         if not is_torch_code(code) and not code.co_filename.startswith(own)
     ]
     return names[-1] if names else "unknown"
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """Inside, `torch.inference_mode` is `torch.no_grad`: export records only the latter."""
+    mode: Any = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def entering(self: Any) -> None:
+        self._instead = torch.no_grad() if self.mode else nullcontext()
+        self._instead.__enter__()
+
+    mode.__enter__ = entering
+    mode.__exit__ = lambda self, *error: self._instead.__exit__(*error)
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave
+
+
+@contextmanager
+def data_as_detach() -> Iterator[None]:
+    """Inside, `tensor.data` of a traced tensor is `tensor.detach()`: export loses the former."""
+    original: Any = torch._C.TensorBase.data
+
+    def get(tensor: Tensor) -> Any:
+        return tensor.detach() if is_fake(tensor) else original.__get__(tensor)
+
+    def put(tensor: Tensor, value: Tensor) -> None:
+        original.__set__(tensor, value)
+
+    Tensor.data = property(get, put)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.data

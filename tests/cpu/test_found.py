@@ -1,14 +1,19 @@
 """What random models have found: the smallest model of each kind equals eager."""
 
 import copy
+import math
+import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.errors import BatchError, CaptureError
 from tests.models import worst
 
 Body = Callable[["Model", Tensor], Tensor]
@@ -58,7 +63,27 @@ def overwritten(model: Model, x: Tensor) -> Tensor:
     return x + y + z.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("body", [reads_its_backbone, laid_out_otherwise, only_reads, overwritten])
+def under_inference_mode(model: Model, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        factor = model.adapters[0](x).abs().mean()
+    return x * factor.clone()
+
+
+def data_of_a_value(model: Model, x: Tensor) -> Tensor:
+    return x + model.adapters[0](x).data * x
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        reads_its_backbone,
+        laid_out_otherwise,
+        only_reads,
+        overwritten,
+        under_inference_mode,
+        data_of_a_value,
+    ],
+)
 def test_equals_eager(body: Body) -> None:
     torch.manual_seed(0)
     model = Model(body).double()
@@ -70,3 +95,91 @@ def test_equals_eager(body: Body) -> None:
     result = fxpipe.compile(model, batch[0], schedule="nested/1f1b", ranks=2).step(batch)
     assert torch.allclose(result.losses, torch.stack(expected), rtol=1e-10, atol=0)
     assert worst(model, reference) < 1e-10
+
+
+class Scaling(nn.Module):
+    """Numbers that one layer has computed from sizes are read by all."""
+
+    def forward(self, x: Tensor, shared: dict[str, Any]) -> Tensor:
+        if not shared:
+            shared |= {"scale": x.shape[1] ** -0.5, "half": math.ceil(x.shape[1] / 2)}
+        return x * shared["scale"] + x[:, : shared["half"]].sum()
+
+
+class Scalings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Scaling() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: dict[str, Any] = {}
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x.square().mean()
+
+
+def test_ratios_of_sizes_are_computed_where_they_are_read() -> None:
+    model = Scalings().double()
+    batch = [{"x": torch.randn(2, 3 + i, 4).double()} for i in range(3)]
+    expected = torch.stack([model(**mb) for mb in batch])
+    pipe = fxpipe.compile(model, batch[0], schedule="nested/1f1b", ranks=3)
+    torch.testing.assert_close(pipe.step(batch).losses, expected.detach())
+    assert all(not seam.values[1:] for seam in pipe.cut.seams)
+
+
+def draws_in_python(model: Model, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def draws_with_numpy(model: Model, x: Tensor) -> Tensor:
+    return x * float(numpy.random.rand())
+
+
+def counts(model: Model, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return x * model.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (draws_in_python, "draws from random"),
+        (draws_with_numpy, r"draws from numpy\.random"),
+        (counts, "attribute calls changes with every forward"),
+    ],
+)
+def test_what_a_graph_would_repeat_is_refused(body: Body, found: str) -> None:
+    before = random.getstate()
+    with pytest.raises(CaptureError, match=found):
+        fxpipe.compile(Model(body), {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
+    assert random.getstate() == before
+
+
+class Scaled(nn.Module):
+    """Reads two tensors, and whatever else it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, other: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x * y).mean()
+
+
+def test_a_tensor_given_twice_may_be_two_in_the_next_microbatch() -> None:
+    model = Scaled().double()
+    x, y = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double()
+    batch = [{"x": x, "y": x}, {"x": x, "y": y}]
+    expected = torch.stack([model(**mb) for mb in batch])
+    result = fxpipe.compile(model, batch[0], ranks=2).step(batch)
+    torch.testing.assert_close(result.losses, expected.detach())
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    x = torch.zeros(2, 4)
+    with pytest.raises(BatchError, match="other is a ndarray"):
+        fxpipe.compile(Scaled(), {"x": x, "y": x, "other": numpy.zeros(3)}, ranks=2)

@@ -29,8 +29,8 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
-EXPORT = ("concrete", "exporting")
-CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "dataflow", *EXPORT, "capture")
+EXPORT = ("concrete", "faithful", "exporting")
+CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "sizes", "dataflow", *EXPORT, "capture")
 STAGES = (
     "split",
     "bundles",
