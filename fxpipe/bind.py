@@ -15,6 +15,7 @@ from torch import Tensor
 from fxpipe.capture import Captured
 from fxpipe.cut import Kind, Seam
 from fxpipe.inputs import Leaf, Microbatch, flatten
+from fxpipe.trees import same_value
 
 if TYPE_CHECKING:
     from fxpipe.joint import StageGraphs
@@ -81,7 +82,7 @@ def _changed(
 ) -> str | None:
     """Which value that tracing has read, of an argument or inside a tensor, is another one."""
     for (name, wanted), (_, value) in zip(captured.fixed, fixed, strict=True):
-        if type(value) is not type(wanted) or value != wanted:
+        if not same_value(value, wanted):
             return f"{name} is {value!r}; this graph was traced with {wanted!r}"
     for name, tensor in tensors:
         if name in captured.values and not torch.equal(tensor, captured.values[name].to(tensor)):

@@ -20,9 +20,9 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
 from fxpipe.errors import CaptureError
-from fxpipe.exporting import WRITES, Traced, WithLoss, export
+from fxpipe.exporting import WRITES, Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
-from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten
+from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
@@ -100,6 +100,7 @@ def capture(
     under no_grad. Raises CaptureError naming the module, the source line and the construct.
     """
     tensors, fixed, structure = flatten(microbatch)
+    check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
     whole = WithLoss(model, structure, fixed, reader)
     applied: list[str] = []

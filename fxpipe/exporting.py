@@ -5,6 +5,7 @@
 Each policy frees fewer dimensions than the one before; the first that traces is taken.
 """
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.faithful import faithful
 from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
@@ -177,9 +178,36 @@ def _explain(model: nn.Module, error: Exception) -> str:
         where += f", reading a value at {error.line}"
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     cause = " ".join(str(error).split())[:300]
-    return (
-        f"cannot trace {where}: {type(error).__name__}: {cause}. Python control flow on tensor "
-        "values (if x.sum() > 0, .item(), .tolist(), loops over tensors) can be part of a graph "
-        "only where the values come from integer inputs alone: use torch.where or tensor "
-        "operations there, or move it out of forward"
+    return f"cannot trace {where}: {type(error).__name__}: {cause}. {_advice(model, error)}"
+
+
+def _advice(model: nn.Module, error: Exception) -> str:
+    """What to change, as far as the kind of the failure says it."""
+    reads = (
+        "Python control flow on tensor values (if x.sum() > 0, .item(), .tolist(), loops over "
+        "tensors) can be part of a graph only where the values come from integer inputs alone: use "
+        "torch.where or tensor operations there, or move it out of forward"
     )
+    if isinstance(error, (DataDependentError, NeedsValuesError)):
+        return reads
+    kinds = sorted({str(p.dtype) for p in model.parameters()})
+    if "dtype" in str(error):
+        return (
+            f"The model's parameters are of {' and '.join(kinds)}: give it float inputs of that "
+            "dtype, or convert the model with model.to(dtype)"
+        )
+    return f"See first that the model alone runs on this microbatch. If it does: {reads}"
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises BatchError if a model's forward does not take these arguments."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # a forward that says nothing of its arguments
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError(
+            f"the microbatch does not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from error

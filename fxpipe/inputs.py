@@ -2,26 +2,19 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy
 import sympy
 import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError
-from fxpipe.trees import Tree, map_leaves, take_apart
+from fxpipe.trees import PLAIN, Tree, map_leaves, take_apart
 
 Microbatch = Mapping[str, Any] | tuple[Any, ...]
 
 # What a dict may hold to be taken apart without a look inside its values.
 _LEAVES = (Tensor, bool, int, float, str)
-# What is equal if it is of one type and compares equal: a graph may hold it as a constant.
-_FIXED = (
-    *(type(None), bool, int, float, complex, str, bytes, type, Enum, range, numpy.generic),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,8 @@ def flatten(
     The order of a dict's keys does not matter.
     """
     if isinstance(microbatch, Mapping):
+        if not all(isinstance(name, str) for name in microbatch):
+            raise BatchError(f"a microbatch has the keys {list(microbatch)}; use argument names")
         arguments = dict(sorted(microbatch.items()))
         if all(value is None or isinstance(value, _LEAVES) for value in arguments.values()):
             return _parted(tuple(arguments), list(arguments.values()), None)
@@ -64,13 +59,25 @@ def _parted(
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     fixed = tuple((name, value) for name, value in named if not isinstance(value, Tensor))
     for name, value in fixed:
-        if not isinstance(value, _FIXED):
-            raise BatchError(
-                f"{name} is a {type(value).__name__}, and whether its contents repeat in other "
-                "microbatches cannot be checked. Pass tensors, numbers and strings, in dicts, "
-                "lists, tuples or dataclasses: torch.as_tensor(array), dict(features)"
-            )
+        if not isinstance(value, PLAIN):
+            raise BatchError(_strange(name, value))
     return tensors, fixed, (tree, names, tuple(isinstance(value, Tensor) for value in leaves))
+
+
+def _strange(name: str, value: object) -> str:
+    """Why a value cannot be part of a microbatch, and what to do."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    advice = "pass tensors, numbers and strings, in dicts, lists, tuples or dataclasses"
+    if isinstance(value, torch.Generator):
+        advice = "draw the noise outside and pass the tensor, or let forward use the default one"
+    elif hasattr(value, "__array__"):
+        advice = f"pass torch.as_tensor({name})"
+    elif callable(value):
+        advice = "make it an attribute of the model"
+    return (
+        f"{name} is a {kind}, and whether its contents repeat in other microbatches cannot be "
+        f"checked: {advice}"
+    )
 
 
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from fxpipe import cut as cuts
 from fxpipe.bind import Symbols, solve
 from fxpipe.capture import Captured
 from fxpipe.cut import Cut, Layout, Role, Seam
-from fxpipe.errors import RegionError
+from fxpipe.errors import CaptureError, FxpipeError, RegionError
 from fxpipe.forwarding import forward_alone
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate, repartition
@@ -132,6 +132,18 @@ def restaged(lowered: Lowered, scheduler: Scheduler, ranks: int, seen: Seen) -> 
     return _staged(captured, symbols, regions, scheduler, ranks, seen)
 
 
+def _differentiated(captured: Captured, stages: Stages, recompute: Sequence[str]) -> Differentiated:
+    try:
+        return differentiate(captured, stages, recompute)
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the graph of this microbatch cannot be differentiated: {type(error).__name__}: "
+            f"{error}. See first that eager runs its forward and backward"
+        ) from error
+
+
 def moved(lowered: Lowered, scheduler: Scheduler, ranks: int, seen: Seen) -> Lowered | None:
     """The same stages for another schedule, or beside other variants, without tracing; None if
     other stages are wanted."""
@@ -158,7 +170,7 @@ def _staged(
     names = stage_names(regions, plan)
     staging = assign_stages(captured, regions, symbols, names, seen.placed)
     stages = split(captured, staging)
-    parts = differentiate(captured, stages, recompute)
+    parts = _differentiated(captured, stages, recompute)
     return Lowered(captured, symbols, regions, staging, stages, parts, plan, ranks, recompute)
 
 

@@ -1,34 +1,171 @@
-"""What a graph is traced with beside its microbatch; when any of it changes, the graph is stale."""
+"""What a graph is traced with beside its microbatch; when any of it changes, the graph is stale.
+
+    watch = Watch(model); watch.mode() == watch.mode() as long as nothing of that has changed
+
+It is asked before every step, so it is quick where nothing has changed: then every object that it
+looks at is the one that it was, and that is compared in a few passes over flat lists.
+"""
+
+import enum
+import types
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
 
 Mode = tuple[object, ...]
 
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_DEPTH = 6  # of containers and configurations in one another
 
-def mode_of(model: nn.Module) -> Mode:
-    """Plain attributes of every module (`training` is one), and the kind of every parameter.
 
-    A number, a string or a tensor that a module holds as an attribute is a constant of its graph.
-    Attributes of objects that are no modules, such as a configuration, are not looked at.
+class Watch:
+    """The mode of a model, looked up again only where something is not what it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"compile takes an nn.Module first; found {type(model).__name__}")
+        self._model = model
+        self._seen: _Seen | None = None
+
+    def mode(self) -> Mode:
+        """The mode now: compare it with an earlier one."""
+        if self._seen is None or not self._seen.unchanged():
+            self._seen = _Seen(self._model)
+        return self._seen.mode
+
+
+class _Seen:
+    """Everything that a mode depends on, and the mode.
+
+    Plain attributes of every module (`training` is one), containers of such, and objects that hold
+    nothing else, such as a configuration; which modules, hooks and shared tensors there are; and
+    the kind of every parameter and buffer. Other objects are not looked into.
     """
-    plain = tuple(
-        (name, _identity(value))
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if value is None or isinstance(value, (bool, int, float, str, Tensor))
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts: list[dict[Any, Any]] = []
+        self._others: list[Iterable[Any]] = []
+        self._empty: list[object] = []
+        self._tensors: list[Tensor] = []
+        self._known: dict[int, object] = {}
+        entries = [(name, *self._module(module)) for name, module in model.named_modules()]
+        self._known.clear()  # ids are good for as long as nothing has changed
+        self._state = [*model.parameters(), *model.buffers()]
+        self._sizes = list(map(len, self._dicts))
+        self._values = self._now()
+        self._versions = list(map(written, self._tensors))
+        self._kinds = list(map(tensor_kind, self._state))
+        self.mode: Mode = tuple(entries), _ties(model), tuple(map(_by_value, self._kinds))
+
+    def unchanged(self) -> bool:
+        """Whether every object is the one that it was, and no tensor was written to."""
+        if any(self._empty) or list(map(len, self._dicts)) != self._sizes:
+            return False
+        now = self._now()
+        if len(now) != len(self._values) or not all(map(is_, now, self._values)):
+            return False
+        versions, kinds = map(written, self._tensors), map(tensor_kind, self._state)
+        return list(versions) == self._versions and list(kinds) == self._kinds
+
+    def _now(self) -> list[object]:
+        inside = chain.from_iterable(map(dict.values, self._dicts))
+        return [*inside, *chain.from_iterable(self._others)]
+
+    def _module(self, module: nn.Module) -> Iterable[object]:
+        self._note(vars(module))
+        yield type(module)
+        for name, value in vars(module).items():
+            if name in MODULE_TABLES:
+                self._note(value)
+            elif not isinstance(value, dict) or value:
+                yield name, self._value(value, _DEPTH)
+            else:
+                self._note(value)  # no hooks, most of the time
+
+    def _note(self, container: Any) -> None:
+        """Notice from now on when another object is in a container."""
+        if isinstance(container, dict):
+            (self._dicts if container else self._empty).append(container)
+        elif not isinstance(container, (tuple, frozenset)):
+            (self._others if container else self._empty).append(container)
+
+    def _value(self, value: Any, depth: int) -> object:
+        """What compares equal as long as a value means the same to a trace."""
+        if value is None or isinstance(value, _PLAIN):
+            return type(value), repr(value) if isinstance(value, float) else value
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+            return _Same(value), written(value)
+        inside = _inside(value)
+        if inside is None or not depth or not _is_looked_into(value, depth):
+            return _Same(value)
+        if id(value) not in self._known:
+            self._known[id(value)] = None  # for what holds itself
+            self._note(inside)
+            keys = tuple(inside) if isinstance(inside, dict) else ()
+            parts = [self._value(part, depth - 1) for part in _parts(inside)]
+            self._known[id(value)] = (type(value), keys, *parts)
+        return self._known[id(value)]
+
+
+class _Same:
+    """Equal to another one of the very same object, which it keeps alive."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _inside(value: object) -> Any:
+    """The container in which a value holds others; None if it holds none."""
+    if isinstance(value, _CONTAINERS):
+        return value
+    closed = isinstance(value, (nn.Module, *_CODE)) or type(value).__module__.startswith("torch")
+    return None if closed else getattr(value, "__dict__", None)
+
+
+def _parts(inside: Any) -> Iterable[Any]:
+    return inside.values() if isinstance(inside, dict) else inside
+
+
+def _is_looked_into(value: object, depth: int) -> bool:
+    """Containers are; other objects if they hold plain values, tensors and code alone."""
+    return isinstance(value, _CONTAINERS) or _is_plain(value, depth)
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    if value is None or isinstance(value, (*_PLAIN, *_CODE, Tensor)):
+        return True
+    inside = _inside(value)
+    return inside is not None and depth > 0 and all(_is_plain(p, depth - 1) for p in _parts(inside))
+
+
+def _ties(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Every name of a parameter or buffer, with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
-    kinds = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
-    return plain, kinds
+    return tuple((name, first.setdefault(id(tensor), name)) for name, tensor in named)
 
 
-def _identity(value: object) -> object:
-    """A tensor changes when it is replaced or written to; other values when they are not equal."""
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    return type(value), value
+def _by_value(kind: tuple[Any, ...]) -> tuple[object, ...]:
+    """The kind of a tensor, with the functions that hook its gradient."""
+    return tuple(tuple(part.values()) if isinstance(part, dict) else part for part in kind)
 
 
 def refuse_autocast() -> None:

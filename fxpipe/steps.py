@@ -93,6 +93,8 @@ class Steps:
         bound = []
         for number, i in enumerate(order):
             fit, lowered = fits[i], self._variants[fits[i].number]
+            if self._device.type != "meta" and any(tensor.is_meta for tensor in fit.tensors):
+                raise BatchError(f"microbatch {i} is on the meta device, so there is no data in it")
             bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
         self.microbatches = self.microbatches or len(parts)
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
@@ -136,7 +138,11 @@ class Steps:
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         if weights is None:
             weights = [1 / count] * count
-        found = torch.as_tensor(weights, dtype=self._variants.loss_dtype).detach().to(self._device)
+        dtype = self._variants.loss_dtype
+        try:
+            found = torch.as_tensor(weights, dtype=dtype).detach().to(self._device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BatchError(f"weights={weights!r} are no numbers ({error})") from error
         if found.shape != (count,):
             raise BatchError(
                 f"weights has shape {tuple(found.shape)}; expected one for each of {count} "

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -156,10 +157,20 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
     return storage_of(a) == storage_of(b)
 
 
+# The attributes in which a module keeps its parameters, buffers and children.
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# What a trace takes a parameter to be, and the hooks on its gradient.
+tensor_kind: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "requires_grad", "dtype", "device", "shape", *_HOOKS
+)
+# A number that grows when a tensor is written to.
+written: Callable[[Tensor], int] = attrgetter("_version")
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a tensor's gradient passes through hooks of the user."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(tensor, name, None) for name in names)
+    return any(getattr(tensor, name, None) for name in _HOOKS)
 
 
 @contextmanager

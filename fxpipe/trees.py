@@ -8,13 +8,23 @@ torch does it; beside these, dataclasses that nobody has registered, and mapping
 """
 
 import dataclasses
+import enum
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from fxpipe.torch_internals import children_of, from_children
+
+# Leaves that are no tensors, and mean the same if they are of one type and compare equal.
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, numpy.generic, enum.Enum),
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,17 @@ def _inside(value: Any) -> tuple[str, tuple[str, ...], list[Any], Any] | None:
         names = tuple(f"[{key!r}]" for key in keys)
         return "mapping", names, [value[key] for key in keys], (type(value), keys)
     return None
+
+
+def same_value(a: object, b: object) -> bool:
+    """Whether code that reads one plain value would do the same with the other: True is not 1, and
+    0.0 is not -0.0, but nan is nan."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        alike = a == b or (math.isnan(a) and math.isnan(b))
+        return alike and math.copysign(1, a) == math.copysign(1, b)
+    return bool(a == b)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

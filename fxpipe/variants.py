@@ -22,7 +22,7 @@ from fxpipe.inputs import Ask, Microbatch
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
 from fxpipe.memory import Memory, fits
-from fxpipe.mode import Mode, mode_of, refuse_autocast
+from fxpipe.mode import Mode, Watch, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
 from fxpipe.union import Union, union
@@ -72,6 +72,7 @@ class Variants:
         self.graphs: list[Mapping[str, StageGraphs]] = []
         self.state: dict[str, Tensor] = {}
         self._model = model
+        self._watch = Watch(model)
         self._given = given
         self._forward = forward
         self._loss_fn = loss_fn
@@ -220,10 +221,9 @@ class Variants:
         return costs_of(steps, device).largest()
 
     def follow_mode(self) -> None:
-        """Start anew if what graphs were traced with has changed: train(), requires_grad, dtype,
-        plain attributes of modules."""
+        """Start anew if what graphs were traced with has changed; see `mode.Watch`."""
         refuse_autocast()
-        mode = mode_of(self._model)
+        mode = self._watch.mode()
         if mode != self._mode:
             self._mode = mode
             self.generation += 1
@@ -237,7 +237,7 @@ class Variants:
 
     def _settle_mode(self) -> None:
         """Tracing may set attributes (a cached length): the mode is what it leaves behind."""
-        before, self._mode = self._mode, mode_of(self._model)
+        before, self._mode = self._mode, self._watch.mode()
         self._memory.rename(before, self._mode)
 
     def _add(self, lowered: Lowered) -> int:

@@ -4,7 +4,6 @@ A trace returns tensors only. What they are in the output, and what stands besid
 noted while it is traced, so that the output can be put together again from the tensors.
 """
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.torch_internals import expression
-from fxpipe.trees import Tree, take_apart
+from fxpipe.trees import PLAIN, Tree, take_apart
 
 LossFn = Callable[[Any], Tensor]
 Outputs = bool | tuple[str, ...] | Callable[[Any], Any]
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,6 @@ class Reader:
             return pick_loss(output, self.loss_fn), None
         except CaptureError as error:
             return None, str(error)
-        except (AttributeError, KeyError, TypeError) as error:
-            if self.loss_fn is None:
-                raise
-            return None, f"loss_fn raised {type(error).__name__}: {error}"
 
     def _picked(self, output: Any) -> Any:
         if callable(self.outputs):
@@ -104,7 +97,13 @@ class Reader:
 
 def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
     """The scalar loss in what a model returned. Raises CaptureError when there is none."""
-    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
+    try:
+        loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CaptureError(
+            f"loss_fn raised {type(error).__name__}: {error}, on what the model returned, "
+            f"{_described(output)}; pass what the loss needs (labels), or mend loss_fn"
+        ) from error
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
@@ -116,6 +115,12 @@ def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
             "or in loss_fn, for example with .mean()"
         )
     return loss
+
+
+def _described(output: Any) -> str:
+    names = list(output) if isinstance(output, Mapping) else list(getattr(output, "__dict__", ()))
+    inside = f" with {', '.join(map(str, names))}" if names else ""
+    return f"a {type(output).__name__}{inside}"
 
 
 def _named(output: Any, name: str) -> Any:
@@ -134,7 +139,7 @@ def _constant(name: str, value: Any) -> object:
     """A leaf that is no tensor: it follows from the sizes, or is the same for every microbatch."""
     if isinstance(value, torch.SymInt):
         return expression(value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     raise CaptureError(
         f"the model's output holds a {type(value).__name__} at output{name}, which cannot be taken "

@@ -89,6 +89,50 @@ def test_no_scalar_loss(loss_fn: Any) -> None:
         fxpipe.compile(Outputs(), batch()[0], loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize(
+    ("microbatch", "options", "error", "words"),
+    [
+        (
+            {"x": torch.ones(4, 6), "z": 1},
+            {},
+            errors.BatchError,
+            r"Small.forward\(x: .*: missing.*y",
+        ),
+        ({"x": torch.ones(4, 6)}, {}, errors.BatchError, "missing a required argument: 'y'"),
+        ({1: torch.ones(4, 6)}, {}, errors.BatchError, r"keys \[1\]; use argument names"),
+        (
+            {"x": torch.ones(4, 6), "y": torch.ones(4, 6), "scale": torch.Generator()},
+            {},
+            errors.BatchError,
+            "scale is a torch._C.Generator.*draw the noise outside",
+        ),
+        (
+            {"x": torch.ones(4, 6).numpy(), "y": torch.ones(4, 6)},
+            {},
+            errors.BatchError,
+            r"x is a numpy.ndarray.*pass torch.as_tensor\(x\)",
+        ),
+        (
+            {"x": torch.ones(4, 6), "y": torch.ones(4, 6)},
+            {"loss_fn": lambda out: out["loss"][0]["text"]},
+            errors.CaptureError,
+            "loss_fn raised IndexError.*pass what the loss needs",
+        ),
+        (
+            {"x": torch.ones(4, 5), "y": torch.ones(4, 5)},
+            {},
+            errors.CaptureError,
+            "See first that the model alone runs on this microbatch",
+        ),
+    ],
+)
+def test_a_first_call_that_is_wrong(
+    microbatch: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fxpipe.compile(Small(), microbatch, ranks=2, **options)
+
+
 def test_batch_norm_in_training() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     with pytest.raises(errors.CaptureError, match=r"buffer 1.num_batches_tracked .*\.eval\(\)"):
