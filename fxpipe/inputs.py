@@ -66,7 +66,6 @@ def _parted(
 
 def _strange(name: str, value: object) -> str:
     """Why a value cannot be part of a microbatch, and what to do."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     advice = "pass tensors, numbers and strings, in dicts, lists, tuples or dataclasses"
     if isinstance(value, torch.Generator):
         advice = "draw the noise outside and pass the tensor, or let forward use the default one"
@@ -75,7 +74,7 @@ def _strange(name: str, value: object) -> str:
     elif callable(value):
         advice = "make it an attribute of the model"
     return (
-        f"{name} is a {kind}, and whether its contents repeat in other microbatches cannot be "
+        f"{name} is a {type(value).__name__}, and whether its contents repeat in other microbatches cannot be "
         f"checked: {advice}"
     )
 
