@@ -74,8 +74,8 @@ def _strange(name: str, value: object) -> str:
     elif callable(value):
         advice = "make it an attribute of the model"
     return (
-        f"{name} is a {type(value).__name__}, and whether its contents repeat in other microbatches cannot be "
-        f"checked: {advice}"
+        f"{name} is a {type(value).__name__}, and whether its contents repeat in other "
+        f"microbatches cannot be checked: {advice}"
     )
 
 
