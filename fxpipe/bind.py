@@ -6,6 +6,7 @@ checked here, before anything is sent.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Kind, Seam
+from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
 from fxpipe.trees import same_value
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from fxpipe.lower import Lowered
 
 Symbols = Mapping[sympy.Symbol, sympy.Integer]
+# How many combinations of data-dependent sizes are remembered for one set of shapes.
+LIMIT = 256
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -69,6 +73,11 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
         low, high = captured.ranges.get(symbol, (sympy.Integer(0), sympy.oo))
         if not low <= size <= high:
             return f"a dimension is {size}; this graph was traced for {low} to {high}"
+    return broken(guards, symbols)
+
+
+def broken(guards: Sequence[sympy.Basic], symbols: Symbols) -> str | None:
+    """Which condition on symbols does not hold, if any."""
     for guard in guards:
         if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
             return f"the sizes break {guard}, which the model's code assumed"
@@ -88,6 +97,35 @@ def _changed(
         if name in captured.values and not torch.equal(tensor, captured.values[name].to(tensor)):
             return f"{name} has other values than this graph was traced with, and Python reads them"
     return None
+
+
+def with_data(
+    lowered: "Lowered",
+    sizes: "Sizes",
+    tensors: Sequence[Tensor],
+    where: tuple[torch.device, Mapping[str, Tensor]],
+    what: str,
+) -> "Sizes":
+    """The sizes of a microbatch with those that follow from its data, all of them checked.
+
+    where: the device that runs, and the model's tensors by name. Raises BatchError, which begins
+    with `what`, if the microbatch breaks what the model asserts or tracing assumed.
+    """
+    captured, (device, state) = lowered.captured, where
+    if not captured.data.symbols:
+        return sizes
+    moved = (tensor.to(device) for tensor in tensors)
+    holders = {leaf.placeholder: t for leaf, t in zip(captured.leaves, moved, strict=True)}
+    needed = captured.data.inputs
+    inputs = {n: holders[n] if n in holders else state[captured.state[n]] for n in needed}
+    try:
+        found = sizes.joined(captured.data.values(inputs, sizes.symbols))
+    except BatchError as error:
+        raise BatchError(f"{what} breaks what the model's code assumes: {error}") from None
+    reason = broken(lowered.parts.guards, found.symbols)
+    if reason:
+        raise BatchError(f"{what} cannot run: {reason}")
+    return found
 
 
 def solve(
@@ -116,9 +154,21 @@ class Sizes:
     """The symbols of a variant for one set of shapes, and every size that follows from them."""
 
     def __init__(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
-        self.symbols = solve(captured.leaves, tensors)[0]
+        self.symbols: Mapping[sympy.Symbol, sympy.Integer] = solve(captured.leaves, tensors)[0]
+        self._with: dict[tuple[sympy.Integer, ...], Sizes] = {}
         self._known: dict[sympy.Expr, int] = {}
         self._specs: dict[tuple[str, str, Kind], tuple[Spec, ...]] = {}
+
+    def joined(self, data: Mapping[sympy.Symbol, sympy.Integer]) -> "Sizes":
+        """These sizes and those that depend on a microbatch's data."""
+        key = tuple(data.values())
+        if key not in self._with:
+            if len(self._with) == LIMIT:
+                self._with.clear()
+            found = self._with[key] = copy(self)
+            found.symbols = {**self.symbols, **data}
+            found._known, found._specs = {}, {}
+        return self._with[key]
 
     def __call__(self, expr: sympy.Expr) -> int:
         """A size in numbers."""

@@ -19,15 +19,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
+from fxpipe.datasizes import DataSizes, find_data_sizes
 from fxpipe.errors import CaptureError
 from fxpipe.exporting import WRITES, Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
+from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
-from fxpipe.torch_internals import expression, watching_autograd_functions
+from fxpipe.torch_internals import expression
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
 PREFIX = "model."
@@ -44,6 +46,7 @@ class Captured:
     state: placeholder -> the model's own name of the parameter, buffer or constant
     constants: tensors made while it was traced, by the name in `state`; ranges: sizes of a symbol
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
+    data: how sizes that depend on a microbatch's data are found before a step
     values: the tensors whose values must repeat too, because Python reads them; reads: and where
     parameters: names of all parameters; trained: those with `requires_grad`
     """
@@ -54,6 +57,7 @@ class Captured:
     leaves: tuple[Leaf, ...]
     structure: Any
     fixed: tuple[tuple[str, object], ...]
+    data: DataSizes
     values: Mapping[str, Tensor]
     reads: tuple[str, ...]
     ranges: Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
@@ -103,15 +107,9 @@ def capture(
     check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
     whole = WithLoss(model, structure, fixed, reader)
-    applied: list[str] = []
-    with watching_autograd_functions(applied), torch.set_grad_enabled(train):
+    with recording_functions(), torch.set_grad_enabled(train):
         leaves = apart([tensor for _, tensor in tensors])
         exported = settled(model, whole.moved, lambda: export(whole, leaves))
-    if applied and train:
-        raise CaptureError(
-            f"custom autograd function {applied[0]}: tracing loses its backward, and gradients "
-            "would be wrong. Write it with torch.library.custom_op and register_autograd instead"
-        )
     names = [name for name, _ in tensors]
     found = _captured(model, exported, names, fixed, structure, reader.returned)
     return found if train else replace(found, trained=frozenset())
@@ -132,9 +130,10 @@ def _captured(
     module = functionalise(module)
     module, state = _tidy(module, labels)
     module = off_meta(loss_terms(module, returned.count))
+    parameters = dict(model.named_parameters())
+    module, data = find_data_sizes(module, lambda name: state.get(name) not in parameters)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node for node in holders if node.name not in state]
-    parameters = dict(model.named_parameters())
     return Captured(
         graph=module,
         state=state,
@@ -142,6 +141,7 @@ def _captured(
         leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True)),
         structure=structure,
         fixed=fixed,
+        data=data,
         values={names[number]: tensor for number, tensor in traced.values.items()},
         reads=traced.reads,
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from fxpipe.dataflow import arguments, function, path, repetition
 from fxpipe.split import Stages
+from fxpipe.symbols import same_unbacked, unbacked_sizes
 from fxpipe.torch_internals import is_unbacked
 
 SMALL = 24  # nodes of a block that is not worth to be cut further
@@ -52,6 +53,7 @@ class Piece:
             args = fx.node.map_arg(arguments(node), env.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
             env[node] = function(node)(*args, **kwargs)
+            same_unbacked(node.meta.get("val"), env[node])
         return [env[node] for node in self.outputs]
 
 
@@ -144,7 +146,8 @@ def _line(owner: fx.GraphModule, node: fx.Node, place: Mapping[fx.Node, str]) ->
     if node.op == "get_attr":
         return "attribute", id(attrgetter(str(node.target))(owner))
     args = _text(node.args, place)
-    return node.target, args, _text(tuple(sorted(node.kwargs.items())), place)
+    unknown = tuple(map(str, unbacked_sizes(node.meta.get("val"))))
+    return node.target, args, _text(tuple(sorted(node.kwargs.items())), place), unknown
 
 
 def _text(value: Any, place: Mapping[fx.Node, str]) -> Hashable:

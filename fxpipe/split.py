@@ -18,7 +18,7 @@ from fxpipe.dataflow import calls, data_inputs, path
 from fxpipe.errors import StageError
 from fxpipe.passes.stages import Staging
 from fxpipe.sizes import is_size, ratios_behind
-from fxpipe.torch_internals import expression
+from fxpipe.torch_internals import expression, is_unbacked
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,11 @@ def _check_crossing(node: fx.Node, maker: str, reader: str, order: Mapping[str, 
             f"{where} is a sparse tensor, made in stage {maker} and used in {reader}; only dense "
             "ones cross between stages: cross with x.to_dense()"
         )
-    unknown = {str(s) for size in value.shape for s in expression(size).free_symbols}
-    if any(symbol.startswith("u") for symbol in unknown):
+    if any(map(is_unbacked, value.shape)):
         raise StageError(
             f"{where} crosses from stage {maker} to {reader} and its shape {list(value.shape)} "
-            "depends on data: its reader cannot know the size. Keep both in one region with "
-            "regions="
+            "depends on values that weights or activations decide: its reader cannot know the "
+            "size. Keep both in one region with regions="
         )
 
 

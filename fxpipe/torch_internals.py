@@ -7,13 +7,14 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -48,7 +49,10 @@ def trying(mode: AbstractContextManager[Any]) -> Iterator[None]:
 def guards(mode: AbstractContextManager[Any]) -> list[sympy.Basic]:
     """What tracing has assumed of the symbols so far, as expressions that must be true."""
     env = getattr(mode, "shape_env", None)
-    return [] if env is None else [guard.expr for guard in env.guards]
+    if env is None:
+        return []
+    deferred = [check.expr for found in env.deferred_runtime_asserts.values() for check in found]
+    return [*(guard.expr for guard in env.guards), *deferred]
 
 
 @contextmanager
@@ -72,36 +76,82 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(size)
 
 
-def is_unbacked(size: object) -> bool:
-    """Whether a number depends on the data of a tensor, not on the sizes of the inputs."""
-    return bool(free_unbacked_symbols(size))
+def raw_expression(number: int | torch.SymInt | torch.SymBool) -> sympy.Basic:
+    """A number as it was made, before tracing learned that it equals another one."""
+    node = getattr(number, "node", None)
+    return sympy.sympify(number) if node is None else node._expr
+
+
+def unbacked_in(expr: sympy.Basic) -> set[sympy.Symbol]:
+    """The symbols of an expression that no shape of the inputs tells."""
+    return set(free_unbacked_symbols(expr))
+
+
+def replace_symbol(number: torch.SymInt | torch.SymBool, new: sympy.Basic, old: Any) -> None:
+    """Tell the tracer that made a number that a symbol in it is equal to an older expression."""
+    number.node.shape_env._set_replacement(new, old, "the same operator ran before")
+
+
+# Symbols of sizes that depend on data, and that every rank finds before a step, by their owner.
+_FOUND: WeakKeyDictionary[Any, set[sympy.Symbol]] = WeakKeyDictionary()
+
+
+def declare_found(mode: AbstractContextManager[Any], symbols: Iterable[sympy.Symbol]) -> None:
+    """From now on these symbols count as sizes of the microbatch, for `is_unbacked` as well."""
+    env = getattr(mode, "shape_env", None)
+    if env is not None:
+        _FOUND.setdefault(env, set()).update(symbols)
+
+
+def is_unbacked(size: Any) -> bool:
+    """Whether a number depends on the data of a tensor, and no rank can know it before a step."""
+    found = free_unbacked_symbols(size)
+    return bool(found) and not found <= _FOUND.get(size.node.shape_env, set())
+
+
+Apply = Callable[[type, tuple[Any, ...], str], Any]
+
+
+def plain_apply(cls: type, args: tuple[Any, ...]) -> Any:
+    """What `cls.apply(*args)` of a custom autograd.Function does outside of transforms."""
+    return super(function._SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
 
 
 @contextmanager
-def watching_autograd_functions(seen: list[str]) -> Iterator[None]:
-    """Note every custom autograd.Function that is applied inside this context.
+def replacing_apply(instead: Apply, transformed: Apply) -> Iterator[None]:
+    """Call `instead(cls, args, where)` for every custom autograd.Function that is applied here.
 
     torch.export records the forward of such a function and loses its backward, so a graph that
     contains one may have the right loss and the wrong gradients. Models keep `Function.apply` bound
-    under names of their own, so what is watched is a function that every `apply` calls.
+    under names of their own, so what is replaced is the method that every `apply` ends in. One
+    that is applied inside vmap or grad goes another way: `transformed` is told of it before.
     """
-    original: Callable[..., Any] = function._is_setup_context_defined
+    internals: Any = function
+    single, original = internals._SingleLevelFunction, internals.custom_function_call
 
-    def noting(setup_context: Callable[..., Any]) -> bool:
-        apply = sys._getframe(1)
-        caller = apply.f_back or apply
-        cls = apply.f_locals["cls"]
-        # The function behind a torch.library.custom_op: the graph holds the op, which keeps its
-        # registered backward.
-        if caller.f_globals.get("__name__") != "torch._library.autograd":
-            seen.append(f"{cls.__qualname__} ({caller.f_code.co_filename}:{caller.f_lineno})")
-        return bool(original(setup_context))
+    def apply(cls: type, *args: Any) -> Any:
+        return instead(cls, args, _caller(sys._getframe(1)))
 
-    function._is_setup_context_defined = noting
+    def under_transforms(cls: type, *args: Any, **kwargs: Any) -> Any:
+        transformed(cls, args, _caller(sys._getframe(1)))
+        return original(cls, *args, **kwargs)
+
+    single.apply = classmethod(apply)
+    internals.custom_function_call = under_transforms
     try:
         yield
     finally:
-        function._is_setup_context_defined = original
+        del single.apply
+        internals.custom_function_call = original
+
+
+def _caller(frame: Any) -> str:
+    """The line that called `apply`, seen from inside of it; no line of a library's custom op."""
+    while frame is not None and frame.f_globals.get("__name__") == function.__name__:
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") == "torch._library.autograd":
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def children_of(value: object) -> tuple[tuple[str, ...], list[Any], Any] | None:

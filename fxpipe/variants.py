@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxpipe.bind import Sizes, mismatch, other_float
+from fxpipe.bind import Sizes, mismatch, other_float, with_data
 from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
@@ -173,9 +173,16 @@ class Variants:
             asks = self._asks(microbatches)
         for key in {ask.key for ask in asks}:
             self._fits[key] = self._fits.pop(key)  # the last one used is the last one dropped
-        fits = [Fit(*self._fits[ask.key], ask.tensors) for ask in asks]
+        fits = [
+            Fit(number, self._with_data(number, sizes, ask.tensors, name), ask.tensors)
+            for ask, name in zip(asks, what, strict=True)
+            for number, sizes in [self._fits[ask.key]]
+        ]
         self._let_go({fit.number for fit in fits})
         return fits
+
+    def _with_data(self, number: int, sizes: Sizes, tensors: Sequence[Tensor], what: str) -> Sizes:
+        return with_data(self.all[number], sizes, tensors, (self.device, self.state), what)
 
     def _asks(self, microbatches: Sequence[Microbatch]) -> list[Ask]:
         held = {name for known in self.all.values() for name in known.captured.values}

@@ -120,7 +120,8 @@ def found_seeds(facts: Facts) -> Seeds:
             late.append(nodes)
         else:
             _add(facts, seeds, Role.ENCODER, nodes)
-    for stem in _stems(facts, core, {n for chain in others for n in chain.nodes}):
+    encoding = behind([n for chain in before for n in chain.nodes], lambda _: False)
+    for stem in _stems(facts, core, {n for chain in others for n in chain.nodes}, encoding):
         _add(facts, seeds, Role.ENCODER, stem)
     seeds.roles[BACKBONE] = Role.BACKBONE
     seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
@@ -170,13 +171,18 @@ def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
     return groups
 
 
-def _stems(facts: Facts, core: set[fx.Node], chained: set[fx.Node]) -> list[list[fx.Node]]:
-    """Weighted operations on float inputs that enter a token model without any chain of blocks."""
+def _stems(
+    facts: Facts, core: set[fx.Node], chained: set[fx.Node], encoding: set[fx.Node]
+) -> list[list[fx.Node]]:
+    """Weighted operations on float inputs that enter a token model without any chain of blocks.
+
+    encoding: what feeds the blocks of encoders, and belongs to them also if it passes them by
+    """
     near = behind(core, chained.__contains__)
     tokens = {node for node in near if facts.is_token_embedding(node)}
     if not tokens:
         return []
-    known = ahead(tokens | chained, lambda _: False) | chained
+    known = ahead(tokens | chained, lambda _: False) | chained | encoding
     found = [
         node
         for node in calls(facts.graph)

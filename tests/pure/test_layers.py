@@ -29,7 +29,7 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
-EXPORT = ("concrete", "faithful", "exporting")
+EXPORT = ("symbols", "datasizes", "functions", "concrete", "faithful", "exporting")
 CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "sizes", "dataflow", *EXPORT, "capture")
 STAGES = (
     "split",

@@ -1,0 +1,82 @@
+"""Sizes that depend on a microbatch's data: known everywhere if they follow from the inputs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import BatchError, StageError
+from tests.models import worst
+
+WIDTH, SLOT = 6, 8
+
+
+class Packed(nn.Module):
+    """Patches that are padding are dropped before the encoder; the rest is packed into the text."""
+
+    def __init__(self, by_activation: bool = False) -> None:
+        super().__init__()
+        self.patch = nn.Linear(4, WIDTH)
+        self.vision = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.by_activation = by_activation
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
+        real = pixels.flatten(0, 1)
+        real = real[(real != 0).any(-1)]
+        seen = self.patch(real)
+        for block in self.vision:
+            seen = seen + block(seen).tanh()
+        if self.by_activation:
+            seen = seen[seen.sum(-1) > 0]
+        else:
+            seen = seen * (torch.arange(seen.shape[0], dtype=seen.dtype) / seen.shape[0])[:, None]
+        count = (ids == SLOT).sum().item()
+        torch._check(count == seen.shape[0])
+        text = self.embed(ids)
+        text = text.masked_scatter((ids == SLOT)[..., None].expand_as(text), seen)
+        for layer in self.layers:
+            text = text + layer(text).tanh() * count
+        logits, labels = self.head(text[:, :-1]), ids[:, 1:]
+        wanted = labels != SLOT
+        return F.cross_entropy(logits[wanted], labels[wanted])
+
+
+def microbatch(*patches: int) -> dict[str, Tensor]:
+    """Samples with these numbers of patches that are no padding."""
+    generator = torch.Generator().manual_seed(sum(patches))
+    ids = torch.randint(0, SLOT, (len(patches), 7), generator=generator)
+    pixels = torch.zeros(len(patches), 5, 4, dtype=torch.float64)
+    for i, count in enumerate(patches):
+        ids[i, 1 : 1 + count] = SLOT
+        pixels[i, :count] = torch.rand(count, 4, generator=generator, dtype=torch.float64) + 0.1
+    return {"ids": ids, "pixels": pixels}
+
+
+@pytest.mark.parametrize("schedule", ["nested/1f1b", "stage/1f1b"])
+def test_packed_patches(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Packed().double()
+    reference = copy.deepcopy(model)
+    batch = [microbatch(3, 2), microbatch(1, 1), microbatch(5, 4)]
+    expected = [reference(**mb) for mb in batch]
+    (sum(expected) / len(batch)).backward()  # type: ignore[union-attr]
+    ranks = 3 if schedule == "stage/1f1b" else 2
+    pipe = fxpipe.compile(model, batch[0], schedule=schedule, ranks=ranks, backend="local")
+    losses = pipe.step(batch).losses
+    assert len(pipe._variants.all) == 1
+    assert torch.allclose(losses, torch.stack(expected), rtol=1e-12, atol=0)
+    assert worst(model, reference) < 1e-12
+    broken = microbatch(3, 2)
+    broken["ids"][0, 1] = 0
+    with pytest.raises(BatchError, match=r"microbatch 1 breaks what .* Eq\(u"):
+        pipe.step([batch[0], broken, batch[1]])
+
+
+def test_sizes_that_activations_decide_do_not_cross() -> None:
+    with pytest.raises(StageError, match="weights or activations decide"):
+        fxpipe.compile(Packed(by_activation=True).double(), microbatch(3, 2), ranks=2)
