@@ -7,7 +7,7 @@ checked here, before anything is sent.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 import torch
@@ -188,6 +188,14 @@ class Sizes:
             found = tuple((tuple(map(self, value.shape)), value.dtype) for value in values)
             self._specs[(*seam, kind)] = found
         return found
+
+
+class Fit(NamedTuple):
+    """A microbatch's variant, the sizes that follow from its shapes, and its tensors."""
+
+    number: int
+    sizes: Sizes
+    tensors: list[Tensor]
 
 
 class Bound:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxpipe.bind import Sizes, mismatch, other_float, with_data
+from fxpipe.bind import Fit, Sizes, mismatch, other_float, with_data
 from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
@@ -30,14 +30,6 @@ from fxpipe.wanted import LossFn, Outputs
 
 LIMIT = 32  # variants that are kept; a step that needs more has them all until it ends
 _SHAPES = 1024  # sets of shapes whose variant is known
-
-
-class Fit(NamedTuple):
-    """A microbatch's variant, the sizes that follow from its shapes, and its tensors."""
-
-    number: int
-    sizes: Sizes
-    tensors: list[Tensor]
 
 
 class ForwardOnly(NamedTuple):
@@ -173,16 +165,13 @@ class Variants:
             asks = self._asks(microbatches)
         for key in {ask.key for ask in asks}:
             self._fits[key] = self._fits.pop(key)  # the last one used is the last one dropped
-        fits = [
-            Fit(number, self._with_data(number, sizes, ask.tensors, name), ask.tensors)
-            for ask, name in zip(asks, what, strict=True)
-            for number, sizes in [self._fits[ask.key]]
-        ]
+        fits, where = [], (self.device, self.state)
+        for ask, name in zip(asks, what, strict=True):
+            number, sizes = self._fits[ask.key]
+            sizes = with_data(self.all[number], sizes, ask.tensors, where, name)
+            fits.append(Fit(number, sizes, ask.tensors))
         self._let_go({fit.number for fit in fits})
         return fits
-
-    def _with_data(self, number: int, sizes: Sizes, tensors: Sequence[Tensor], what: str) -> Sizes:
-        return with_data(self.all[number], sizes, tensors, (self.device, self.state), what)
 
     def _asks(self, microbatches: Sequence[Microbatch]) -> list[Ask]:
         held = {name for known in self.all.values() for name in known.captured.values}

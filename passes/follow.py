@@ -16,8 +16,8 @@ from fxpipe.cut import Cut, Role
 from fxpipe.dataflow import calls, data_inputs, path, work
 from fxpipe.errors import StageError
 from fxpipe.passes.anchors import Anchor
+from fxpipe.passes.facts import Facts
 from fxpipe.passes.regions import Regions, cheap_nodes
-from fxpipe.passes.seeds import Facts
 from fxpipe.passes.stages import Staging
 
 

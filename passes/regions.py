@@ -16,9 +16,9 @@ from fxpipe.cut import Role
 from fxpipe.dataflow import behind, calls, data_inputs, is_random, path
 from fxpipe.errors import RegionError
 from fxpipe.passes.anchors import Anchor, Known
+from fxpipe.passes.facts import Facts
 from fxpipe.passes.seeds import (
     BACKBONE,
-    Facts,
     Seeds,
     earlier,
     found_seeds,

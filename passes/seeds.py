@@ -5,18 +5,16 @@ embeddings; other chains before it are encoders, chains after it with a loss of 
 generators. A user's `regions=` replaces all of this by the names of modules.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import sympy
 from torch import fx
 
-from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import ahead, aten, behind, calls, data_inputs, path, spread, work
+from fxpipe.dataflow import ahead, behind, calls, data_inputs, path
 from fxpipe.errors import RegionError
-from fxpipe.passes.anchors import Known, recognised
-from fxpipe.passes.chains import Chain, find_chains
+from fxpipe.passes.chains import Chain
+from fxpipe.passes.facts import Facts
 
 BACKBONE = "llm"
 MODALITIES = {
@@ -49,56 +47,6 @@ def earlier(seeds: Seeds, region: str, before: str) -> Seeds:
     names = [name for name in seeds.roles if name != region]
     names.insert(names.index(before), region)
     return replace(seeds, roles={name: seeds.roles[name] for name in names})
-
-
-class Facts:
-    """The graph and what every step of the search asks of it."""
-
-    def __init__(
-        self,
-        captured: Captured,
-        symbols: Mapping[sympy.Symbol, sympy.Integer],
-        known: Known | None = None,
-    ) -> None:
-        self.captured = captured
-        self.known = known or {}
-        self.graph = captured.graph.graph
-        self.symbols = symbols
-        self.chains = find_chains(self.graph)
-        leaves = {leaf.placeholder: 1 << i for i, leaf in enumerate(captured.leaves)}
-        self.leaves = spread(
-            self.graph, {n: leaves[n.name] for n in self.graph.nodes if n.name in leaves}
-        )
-        kinds = [leaf.dtype.is_floating_point for leaf in captured.leaves]
-        self.float_leaves = sum(1 << i for i, floating in enumerate(kinds) if floating)
-        self.integer_leaves = sum(1 << i for i, floating in enumerate(kinds) if not floating)
-
-    def work(self, nodes: Sequence[fx.Node]) -> float:
-        return sum(work(node, self.symbols) for node in nodes)
-
-    def is_parameter(self, node: fx.Node) -> bool:
-        return self.captured.state.get(node.name) in self.captured.parameters
-
-    def is_token_embedding(self, node: fx.Node) -> bool:
-        if node.target is not aten.embedding.default:
-            return False
-        index = node.args[1]
-        assert isinstance(index, fx.Node)
-        return bool(self.leaves[index] & self.integer_leaves)
-
-    def has_weights(self, node: fx.Node) -> bool:
-        return any(self.is_parameter(source) for source in data_inputs(node))
-
-    def parameters(self, nodes: Iterable[fx.Node]) -> frozenset[str]:
-        """The names of the parameters that nodes read."""
-        sources = {source for node in nodes for source in data_inputs(node)}
-        return frozenset(self.captured.state[n.name] for n in sources if self.is_parameter(n))
-
-    def recognised(
-        self, role: Role, nodes: Iterable[fx.Node], taken: Collection[str] = ()
-    ) -> str | None:
-        """What another variant calls the region of these nodes."""
-        return recognised(self.known, role, self.parameters(nodes), taken)
 
 
 def found_seeds(facts: Facts) -> Seeds:
