@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CaptureError
-from fxpipe.torch_internals import plain_apply, replacing_apply
+from fxpipe.torch_functions import plain_apply, replacing_apply
 from fxpipe.trees import Tree, take_apart
 
 _LIBRARY: Any = torch.library.Library("fxpipe", "FRAGMENT")  # type: ignore[no-untyped-call]

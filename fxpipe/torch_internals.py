@@ -1,6 +1,6 @@
 """The torch names in use that are not public API, each behind one function.
 
-Tried on torch 2.13.0. Everything else in fxpipe uses public names only.
+Tried on torch 2.13.0. Everything else in fxpipe but torch_functions uses public names only.
 """
 
 import io
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import function
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     free_unbacked_symbols,
@@ -107,51 +106,6 @@ def is_unbacked(size: Any) -> bool:
     """Whether a number depends on the data of a tensor, and no rank can know it before a step."""
     found = free_unbacked_symbols(size)
     return bool(found) and not found <= _FOUND.get(size.node.shape_env, set())
-
-
-Apply = Callable[[type, tuple[Any, ...], str], Any]
-
-
-def plain_apply(cls: type, args: tuple[Any, ...]) -> Any:
-    """What `cls.apply(*args)` of a custom autograd.Function does outside of transforms."""
-    return super(function._SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
-
-
-@contextmanager
-def replacing_apply(instead: Apply, transformed: Apply) -> Iterator[None]:
-    """Call `instead(cls, args, where)` for every custom autograd.Function that is applied here.
-
-    torch.export records the forward of such a function and loses its backward, so a graph that
-    contains one may have the right loss and the wrong gradients. Models keep `Function.apply` bound
-    under names of their own, so what is replaced is the method that every `apply` ends in. One
-    that is applied inside vmap or grad goes another way: `transformed` is told of it before.
-    """
-    internals: Any = function
-    single, original = internals._SingleLevelFunction, internals.custom_function_call
-
-    def apply(cls: type, *args: Any) -> Any:
-        return instead(cls, args, _caller(sys._getframe(1)))
-
-    def under_transforms(cls: type, *args: Any, **kwargs: Any) -> Any:
-        transformed(cls, args, _caller(sys._getframe(1)))
-        return original(cls, *args, **kwargs)
-
-    single.apply = classmethod(apply)
-    internals.custom_function_call = under_transforms
-    try:
-        yield
-    finally:
-        del single.apply
-        internals.custom_function_call = original
-
-
-def _caller(frame: Any) -> str:
-    """The line that called `apply`, seen from inside of it; no line of a library's custom op."""
-    while frame is not None and frame.f_globals.get("__name__") == function.__name__:
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") == "torch._library.autograd":
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def children_of(value: object) -> tuple[tuple[str, ...], list[Any], Any] | None:

@@ -29,8 +29,26 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
-EXPORT = ("symbols", "datasizes", "functions", "concrete", "faithful", "exporting")
-CAPTURE = ("torch_internals", "trees", "inputs", "wanted", "sizes", "dataflow", *EXPORT, "capture")
+EXPORT = (
+    "torch_functions",
+    "symbols",
+    "datasizes",
+    "functions",
+    "concrete",
+    "faithful",
+    "exporting",
+)
+CAPTURE = (
+    "torch_internals",
+    "torch_functions",
+    "trees",
+    "inputs",
+    "wanted",
+    "sizes",
+    "dataflow",
+    *EXPORT,
+    "capture",
+)
 STAGES = (
     "split",
     "bundles",
