@@ -112,7 +112,7 @@ def with_data(
     with `what`, if the microbatch breaks what the model asserts or tracing assumed.
     """
     captured, (device, state) = lowered.captured, where
-    if not captured.data.symbols:
+    if not captured.data.symbols or device.type == "meta":  # where nothing runs, nothing is known
         return sizes
     moved = (tensor.to(device) for tensor in tensors)
     holders = {leaf.placeholder: t for leaf, t in zip(captured.leaves, moved, strict=True)}
