@@ -1,7 +1,6 @@
 """A model that microbatches take different paths through, and microbatches of every kind of it."""
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,7 +19,7 @@ class Mixed(nn.Module):
     to a later block; what is generated needs no text loss, and the reverse.
     """
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.bridge = nn.Linear(WIDTH, WIDTH)
         self.image_tower = nn.ModuleList(Small(WIDTH) for _ in range(2))
@@ -85,13 +84,6 @@ def microbatch(parts: Sequence[str], seed: int = 0) -> Microbatch:
         "target": floats(3),
     }
     return {"ids": words(), **{name: every[name] for name in parts}}
-
-
-def kinds() -> list[tuple[str, ...]]:
-    """Every set of arguments that has a loss."""
-    inputs = [(), ("images",), ("audio",), ("images", "audio")]
-    losses = [("labels",), ("target",), ("labels", "target")]
-    return [(*some, *loss) for some, loss in product(inputs, losses)]
 
 
 def made() -> Mixed:
