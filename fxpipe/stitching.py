@@ -17,6 +17,7 @@ from fxpipe.copying import IDENTITY, Joint, is_number
 from fxpipe.dataflow import arguments, aten, storages
 from fxpipe.pieces import Piece
 from fxpipe.split import Stage, Stages
+from fxpipe.strides import Layouts
 from fxpipe.torch_internals import expression
 from fxpipe.tracing import Traced, Tracer
 
@@ -81,9 +82,9 @@ class StageTrace:
 
 
 def _fake(captured: Captured, stage: Stage, node: fx.Node, needs: set[str] | frozenset[str]) -> Any:
-    """A fake value of a stage's input: crossing values are contiguous, as they arrive."""
+    """A fake value of a stage's input: all but its parameters is contiguous, as it arrives."""
     value = node.meta["val"]
-    if node.name in stage.received:
+    if node.name in stage.received or node.name in stage.fields:
         value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if isinstance(value, Tensor):
         wanted = node.name in needs or captured.state.get(node.name) in captured.trained
@@ -101,6 +102,7 @@ class _Writer:
     def __init__(self, trace: StageTrace) -> None:
         self.trace = trace
         self.graph = fx.Graph()
+        self.layouts = Layouts()
         self.owner = nn.Module()
         self.labels: dict[str, fx.Node] = {}
         self.numbers: dict[sympy.Expr, fx.Node] = {}
@@ -156,7 +158,7 @@ class _Writer:
         return Joint(fx.GraphModule(self.owner, self.graph), self.labels, sent, losses, gradients)
 
     def _contiguous(self, node: fx.Node) -> fx.Node:
-        if node.meta["val"].is_contiguous():
+        if node not in self.layouts.doubtful and node.meta["val"].is_contiguous():
             return node
         return self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -168,6 +170,7 @@ class _Writer:
     def _call(self, target: Any, *nodes: fx.Node, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, nodes, kwargs)
         made.meta = {"val": target(*(node.meta["val"] for node in nodes), **kwargs)}
+        self.layouts.settle(made)
         return made
 
 
@@ -222,6 +225,7 @@ class _Copied:
         # The traced values are those of all copies: their memory must not be taken for one.
         own = [self.memory.setdefault(s, (self.number, s)) for s in storages(node)]
         made.meta = {"val": node.meta.get("val"), "storages": tuple(own)}
+        self.writer.layouts.settle(made)
         return made
 
     def _number(self, node: fx.Node) -> fx.Node | int:

@@ -62,7 +62,7 @@ REWRITES = tuple(
 )
 ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
-DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "stitching", "joint")
+DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "strides", "stitching", "joint")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
