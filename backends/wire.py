@@ -242,11 +242,15 @@ def unpack(buffer: Tensor, specs: Sequence[Spec]) -> Iterator[Tensor]:
 
 
 def _message(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.dtype in _PLAIN else _bytes(tensor)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    # One element counts as contiguous whatever its stride is; a change of dtype does not.
+    plain = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return plain.view(torch.uint8)
 
 
 def _padded(size: int) -> int:

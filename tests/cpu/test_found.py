@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.backends.wire import _message, pack, unpack
 from fxpipe.errors import BatchError, CaptureError
 from tests.models import worst
 
@@ -162,6 +163,14 @@ def test_what_a_graph_would_repeat_is_refused(body: Body, found: str) -> None:
     with pytest.raises(CaptureError, match=found):
         fxpipe.compile(Model(body), {"ids": torch.zeros(2, 3, dtype=torch.long)}, ranks=2)
     assert random.getstate() == before
+
+
+def test_a_conjugate_is_sent_as_its_numbers() -> None:
+    z = torch.tensor([[1 + 2j], [3 - 4j]])
+    for value in (z.conj(), z[:1].conj().imag):
+        (found,) = unpack(pack([value], z.device), [(tuple(value.shape), value.dtype)])
+        assert found.tolist() == value.tolist()
+        assert torch.equal(_message(value).view(value.dtype).view(value.shape), value)
 
 
 class Scaled(nn.Module):
