@@ -43,8 +43,8 @@ OVER_GLOO = (  # one of each kind
     "llm_pixart",
 )
 HEAD = (
-    "model | regions | stages, seam values | nodes | capture, compile | loss | gradient | "
-    "microbatches | not as drawn, or refused"
+    "model | regions | rung, graphs | stages, seam values | nodes | capture, compile | loss | "
+    "gradient | float32's own | microbatches | not as drawn, or refused"
 )
 
 
@@ -119,15 +119,23 @@ def row(found: Trained) -> str:
     cells = [
         found.name,
         " ".join(found.regions),
+        _rung(found) if found.nodes else "",
         "; ".join(sizes),
         str(found.nodes or ""),
         f"{found.capture:.1f}, {found.compile:.1f} s" if found.nodes else "",
         f"{loss:.0e}" if done else "",
         f"{gradient:.0e}" if done else "",
+        f"{found.rounding:.0e}" if done else "",
         ("equal" if found.equal else "differ") if done else "",
         "; ".join(_remarks(found)),
     ]
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _rung(found: Trained) -> str:
+    """1: a graph for all values; 2: graphs for the values of some inputs."""
+    rung = f"2 ({', '.join(found.concrete)})" if found.concrete else "1"
+    return f"{rung}, {found.captures}"
 
 
 def _worst(runs: Sequence[Run]) -> tuple[float, float]:

@@ -1,14 +1,9 @@
-"""One architecture, trained for one step under several schedules, against eager.
-
-A gradient is compared entry by entry: the largest difference, over the largest entry of that
-parameter's gradient, but at least over FLOOR times the largest entry of all of the model's. The
-floor is for gradients that are zero but for rounding (the bias of keys before a softmax).
-"""
+"""One architecture, trained for one step under several schedules, against eager."""
 
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 
 import fxpipe
+from benchmarks.reference import Reference, rounding, unchanged
 from benchmarks.zoo import ALL
 from benchmarks.zoo.architecture import Architecture, Microbatch
 from fxpipe import variants
 from fxpipe.cut import Cut
 from fxpipe.errors import FxpipeError
 
-FLOOR = 1e-3
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -64,7 +59,9 @@ class Trained:
     """What was found of an architecture; plain values, so that it can be written as JSON.
 
     equal: what the differing microbatches failed with, if equal ones were taken instead; regions:
-    `name:role`; apart: modules that are in no region of their role; capture, compile: CPU seconds
+    `name:role`; apart: modules that are in no region of their role; concrete: inputs whose values
+    the graph holds for (rung 2); captures: how many graphs the microbatches took; rounding: how far
+    eager is from eager in float64; capture, compile: CPU seconds for the example
     """
 
     name: str
@@ -72,70 +69,13 @@ class Trained:
     equal: str = ""
     regions: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
+    concrete: list[str] = field(default_factory=list)
+    captures: int = 0
     nodes: int = 0
+    rounding: float = 0.0
     capture: float = 0.0
     compile: float = 0.0
     runs: list[Run] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a step must leave behind: eager's loss, gradients and buffers."""
-
-    loss: float
-    gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(model: nn.Module, batch: Sequence[Microbatch]) -> "Reference":
-        """Run them; the model is as before, but for gradients."""
-        with unchanged(model):
-            model.zero_grad()
-            total = 0.0
-            for mb in batch:
-                outputs = model(**mb)
-                loss = (outputs if isinstance(outputs, Tensor) else outputs.loss) / len(batch)
-                loss.backward()
-                total += loss.item()
-            found = {name: p.grad for name, p in model.named_parameters()}
-            buffers = {name: b.clone() for name, b in model.named_buffers()}
-            model.zero_grad()
-        return Reference(total, found, buffers)
-
-    def far(self, model: nn.Module, names: Iterable[str]) -> tuple[float, str]:
-        """The worst difference of a gradient or a buffer among those of these names, and which."""
-        mine = set(names)
-        largest = max(float(g.abs().max()) for g in self.gradients.values() if g is not None)
-        found = [(0.0, "")]
-        for name, p in model.named_parameters():
-            if name in mine:
-                found.append((_far(p.grad, self.gradients[name], FLOOR * largest), name))
-        for name, b in model.named_buffers():
-            if name in mine:
-                found.append((_far(b, self.buffers[name], 1.0), name))
-        return max(found)
-
-
-def _far(one: Tensor | None, other: Tensor | None, floor: float) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if not other.numel():
-        return 0.0
-    difference = float((one - other).double().abs().max())
-    distance = difference / max(float(other.double().abs().max()), floor)
-    return float("inf") if distance != distance else distance
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever is written to the buffers inside is undone."""
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
 
 
 @contextmanager
@@ -171,6 +111,7 @@ def train(
     _describe(found, pipe, architecture.parts)
     batch = batch if not found.equal else batch[:1] * len(batch)
     expected = Reference.of(model, batch)
+    found.rounding = rounding(architecture, expected, len(batch) if found.equal else 0)
     found.runs = [_run(pipe, setting, batch, expected) for setting in local]
     for setting in settings:
         if setting.backend == "gloo":
@@ -227,6 +168,8 @@ def _run(
 
 def _describe(found: Trained, pipe: fxpipe.Pipe, parts: Mapping[str, str]) -> None:
     found.nodes = len(pipe.captured.graph.graph.nodes)
+    found.concrete = list(pipe.captured.values)
+    found.captures = pipe.captures
     found.regions = [f"{region.name}:{region.role}" for region in pipe.cut.regions]
     found.apart = sorted(_apart(pipe.cut, _held(pipe), parts))
 
