@@ -53,8 +53,8 @@ def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def _terms(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     match node.target, node.args:
-        case (aten.add.Tensor, (fx.Node() as a, fx.Node() as b)) if _additive(node, a, b):
-            return [*_terms(graph, a), *_terms(graph, b)]
+        case (aten.add.Tensor, (fx.Node() as a, fx.Node() as b)) if _scalars(node, a, b):
+            return [_as(graph, node, term) for part in (a, b) for term in _terms(graph, part)]
         case (aten.mul.Tensor, (fx.Node() as a, int() | float() as c)) if _additive(node, a):
             return _scaled(graph, node, a, lambda term: (term, c))
         case (aten.mul.Tensor, (int() | float() as c, fx.Node() as a)) if _additive(node, a):
@@ -64,15 +64,29 @@ def _terms(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     return [node]
 
 
-def _additive(node: fx.Node, *operands: fx.Node) -> bool:
-    """Whether splitting changes no dtype and no shape (a scalar plus a scalar)."""
-    if node.kwargs:
-        return False
-    whole = node.meta["val"]
+def _scalars(node: fx.Node, *operands: fx.Node) -> bool:
+    """Whether splitting changes no shape (a scalar plus a scalar)."""
     values = [operand.meta["val"] for operand in operands]
-    return all(
-        isinstance(v, torch.Tensor) and v.dtype == whole.dtype and v.dim() == 0 for v in values
-    )
+    return not node.kwargs and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+
+
+def _additive(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether splitting changes no dtype and no shape (a scalar times a number)."""
+    if not _scalars(node, operand):
+        return False
+    same: bool = operand.meta["val"].dtype == node.meta["val"].dtype
+    return same
+
+
+def _as(graph: fx.Graph, whole: fx.Node, term: fx.Node) -> fx.Node:
+    """The term in the dtype of the sum, which a text loss in float32 beside one in bfloat16 has."""
+    dtype = whole.meta["val"].dtype
+    if term.meta["val"].dtype == dtype:
+        return term
+    with graph.inserting_before(whole):
+        cast = graph.call_function(aten.to.dtype, (term, dtype))
+    cast.meta = dict(whole.meta)
+    return cast
 
 
 def _scaled(

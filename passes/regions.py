@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from fxpipe.capture import Captured
@@ -155,25 +156,29 @@ class _Growth:
         return last
 
     def _claim_connectors(self) -> None:
-        """What is computed after the backbone for one generator alone belongs to the generator."""
-        of, seeds = self.of, self.seeds
-        core = {node for node in seeds.forced if seeds.forced[node] == self.backbone}
-        for node in reversed(self.nodes):
-            users = {of[user] for user in node.users if user in of}
-            if of.get(node) != (self.backbone,) or node in core or len(users) != 1:
-                continue
-            (owner,) = users
-            is_generator = seeds.roles[owner[0]] is Role.GENERATOR
-            if is_generator and not _is_returned(node) and self._weighs(node):
+        """What is computed after the backbone for one generator alone belongs to the generator,
+        from the first weights on: a selection of hidden states stays, so that less crosses."""
+        of, mine = self.of, self._for_one_generator()
+        weighed: set[fx.Node] = set()
+        for node, owner in mine.items():
+            if self.facts.has_weights(node) or any(n in weighed for n in data_inputs(node)):
+                weighed.add(node)
                 of[node] = owner
                 self.why[node] = f"only {owner[0]} uses it"
 
-    def _weighs(self, node: fx.Node) -> bool:
-        """Not a bare selection of hidden states: that stays, so that less crosses the seam."""
-        has_weights = self.facts.has_weights
-        return has_weights(node) or any(
-            has_weights(source) for source in data_inputs(node) if source in self.of
-        )
+    def _for_one_generator(self) -> dict[fx.Node, tuple[str, ...]]:
+        """What follows the backbone's blocks and is used by one generator alone, in order."""
+        of, seeds = self.of, self.seeds
+        core = {node for node in seeds.forced if seeds.forced[node] == self.backbone}
+        mine: dict[fx.Node, tuple[str, ...]] = {}
+        for node in reversed(self.nodes):
+            users = {mine.get(user, of[user]) for user in node.users if user in of}
+            if of.get(node) != (self.backbone,) or node in core or len(users) != 1:
+                continue
+            (owner,) = users
+            if seeds.roles[owner[0]] is Role.GENERATOR and not _is_scalar(node):
+                mine[node] = owner
+        return dict(reversed(mine.items()))
 
     def _claim_rest(self) -> None:
         """Nodes that no seed reaches (masks, positions, stems) go where they are used."""
@@ -202,6 +207,12 @@ class _Growth:
                 if len(makers) == 1 and self.rank[makers[0]] > self.rank[self.of[node][0]]:
                     return source, self.of[node][0], makers[0]
         return None
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """A loss: the backbone's own stays there, also where it is added to a generator's."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _is_returned(node: fx.Node) -> bool:

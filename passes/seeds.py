@@ -17,6 +17,7 @@ from fxpipe.passes.chains import Chain
 from fxpipe.passes.facts import Facts
 
 BACKBONE = "llm"
+MINOR = 0.02  # of the work of generators: what is less is no encoder of theirs, but a part
 MODALITIES = {
     "vision": ("vision", "visual", "image", "pixel", "vit", "img"),
     "audio": ("audio", "speech", "mel", "sound", "input_features"),
@@ -58,8 +59,9 @@ def found_seeds(facts: Facts) -> Seeds:
     core = set(backbone.nodes)
     downstream = ahead(core, lambda _: False)
     others = [chain for chain in facts.chains if chain is not backbone]
-    before = [chain for chain in others if chain.blocks[0][0] not in downstream]
-    after = [chain for chain in others if chain.blocks[0][0] in downstream]
+    after = [chain for chain in others if downstream.intersection(chain.nodes)]
+    alone = [c for c in others if not core and facts.recognised(Role.GENERATOR, c.nodes)]
+    before = [c for c in others if c not in after and not _serves(facts, c, after or alone, core)]
     late: list[Sequence[fx.Node]] = []  # generators of a microbatch that does not run the backbone
     seeds = Seeds({}, {}, backbone.blocks)
     for group in _merged(before, core):
@@ -97,6 +99,14 @@ def _pick_backbone(facts: Facts) -> Chain:
     free = [c for c in facts.chains if not any(facts.recognised(role, c.nodes) for role in others)]
     candidates = [chain for chain in free if reads_tokens(chain)] or free
     return max(candidates, key=lambda chain: facts.work(chain.nodes), default=Chain("", ()))
+
+
+def _serves(facts: Facts, chain: Chain, after: Sequence[Chain], core: set[fx.Node]) -> bool:
+    """Whether a chain is a small part of what follows the backbone, as an embedding of time is."""
+    served = {node for other in after if other is not chain for node in other.nodes}
+    reached = ahead(chain.nodes, lambda _: False)
+    small = facts.work(chain.nodes) <= MINOR * facts.work(list(served))
+    return small and bool(reached & served) and not reached & core
 
 
 def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
