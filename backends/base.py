@@ -5,6 +5,7 @@
     post(peer, specs, name) -> handle       receives come in the order of the peer's sends
     wait(handle) -> tensors                 each in memory of its own, contiguous
     reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
+    agree(data) -> data                     uint8; rank 0's, on every rank
     expect(sizes) -> handle                 before the first op: get ready for the last exchange
     share(handle, numbers) -> numbers       float64; all ranks', one after the other
     collect(tensors, to) -> tensors         by key; all ranks', on one rank or on all
@@ -51,6 +52,10 @@ class Transport(Protocol):
 
     def reduce(self, flat: Tensor, ranks: tuple[int, ...], name: str) -> Tensor:
         """Sum a one-dimensional tensor over ranks, this one among them."""
+        ...
+
+    def agree(self, data: Tensor) -> Tensor:
+        """What rank 0 has; every rank calls it, with as many bytes."""
         ...
 
     def expect(self, sizes: Sequence[int]) -> Any:

@@ -123,6 +123,16 @@ class Wire:
             raise LostError(f"{name} could not be summed over ranks {ranks} ({error})") from error
         return whole[: flat.numel()]
 
+    def agree(self, data: Tensor) -> Tensor:
+        """What rank 0 has."""
+        group = max(self._groups.items(), key=lambda item: len(item[0]))[1]
+        found = data.to(self._device)
+        try:
+            dist.broadcast(found, group=group, group_src=0)
+        except RuntimeError as error:
+            raise LostError(f"rank 0 did not reach every rank ({error})") from error
+        return found.cpu()
+
     def expect(self, sizes: Sequence[int]) -> Expected:
         """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
         parts = [torch.empty(size, dtype=torch.float64, device=self._device) for size in sizes]

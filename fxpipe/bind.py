@@ -5,7 +5,7 @@ receive from them alone: no shape is ever exchanged. Whatever tracing assumed of
 checked here, before anything is sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.capture import Captured
+from fxpipe.chance import Draw
 from fxpipe.cut import Kind, Seam
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
@@ -158,6 +159,7 @@ class Sizes:
         self._with: dict[tuple[sympy.Integer, ...], Sizes] = {}
         self._known: dict[sympy.Expr, int] = {}
         self._specs: dict[tuple[str, str, Kind], tuple[Spec, ...]] = {}
+        self._stats: dict[str, tuple[tuple[str, Spec], ...]] = {}
 
     def joined(self, data: Mapping[sympy.Symbol, sympy.Integer]) -> "Sizes":
         """These sizes and those that depend on a microbatch's data."""
@@ -167,7 +169,7 @@ class Sizes:
                 self._with.clear()
             found = self._with[key] = copy(self)
             found.symbols = {**self.symbols, **data}
-            found._known, found._specs = {}, {}
+            found._known, found._specs, found._stats = {}, {}, {}
         return self._with[key]
 
     def __call__(self, expr: sympy.Expr) -> int:
@@ -187,6 +189,16 @@ class Sizes:
             values = [lowered.stages.values[name] for name in names]
             found = tuple((tuple(map(self, value.shape)), value.dtype) for value in values)
             self._specs[(*seam, kind)] = found
+        return found
+
+    def stats(self, lowered: "Lowered", stage: str) -> tuple[tuple[str, Spec], ...]:
+        """Names, shapes and dtypes of what a stage makes for updates of buffers."""
+        found = self._stats.get(stage)
+        if found is None:
+            made = lowered.stages.stages.get(stage)
+            named = [(name, lowered.stages.values[name]) for name in (made.stats if made else ())]
+            found = tuple((name, (tuple(map(self, v.shape)), v.dtype)) for name, v in named)
+            self._stats[stage] = found
         return found
 
 
@@ -218,8 +230,11 @@ class Bound:
         self.variant = variant
         self.weight = weight.to(lowered.captured.loss_dtype)
         self.captured = lowered.captured
+        self.size = sizes
+        self.updates = self.captured.updates
+        # The state of the generator for an operator that draws; whoever runs the step gives it.
+        self.chance: Callable[[str], Tensor] | None = None
         self._lowered = lowered
-        self._size = sizes
         self._feeds: dict[str, tuple[Tensor | int, ...]] = {}
         leaves = lowered.captured.leaves
         self._tensors = {leaf.placeholder: t for leaf, t in zip(leaves, tensors, strict=True)}
@@ -229,10 +244,12 @@ class Bound:
         found = self._feeds.get(graphs.stage)
         if found is None:
             tensors = map(self._field, graphs.fields)
-            found = self._feeds[graphs.stage] = (*tensors, *map(self._size, graphs.sizes))
+            found = self._feeds[graphs.stage] = (*tensors, *map(self.size, graphs.sizes))
         return found
 
     def _field(self, placeholder: str) -> Tensor:
+        if placeholder not in self._tensors and self.chance is not None:
+            return self.chance(placeholder)
         tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
         self._tensors[placeholder] = tensor
         return tensor
@@ -244,8 +261,31 @@ class Bound:
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """What was wanted of the model's output, with these tensors in it."""
-        return self.captured.returned.output(tensors, self._size)
+        return self.captured.returned.output(tensors, self.size)
 
     def spec(self, source: str, target: str, kind: Kind) -> tuple[Spec, ...]:
         """Shapes and dtypes of what crosses a seam: its values (F) or its gradients (B)."""
-        return self._size.specs(self._lowered, (source, target), kind)
+        return self.size.specs(self._lowered, (source, target), kind)
+
+    @property
+    def draws(self) -> tuple[Draw, ...]:
+        """The operators of the model that draw random numbers, in eager's order."""
+        return self.captured.draws
+
+    def fields(self, stages: Collection[str]) -> frozenset[str]:
+        """Placeholders of what these stages read of the microbatch."""
+        graphs = self._lowered.graphs
+        return frozenset(name for s in stages if s in graphs for name in graphs[s].fields)
+
+    def runs(self, stage: str) -> bool:
+        """Whether its variant has a stage."""
+        return stage in self._lowered.graphs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The parameters, buffers and constants that any stage reads."""
+        return self._lowered.reads
+
+    def stats(self, stage: str) -> tuple[tuple[str, Spec], ...]:
+        """What a stage makes for updates of buffers: name, shape and dtype of each."""
+        return self.size.stats(self._lowered, stage)

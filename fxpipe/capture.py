@@ -18,23 +18,27 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from fxpipe.dataflow import alias_of, arguments, aten, is_in_place
+from fxpipe.chance import Draw, placed
+from fxpipe.dataflow import arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
-from fxpipe.errors import CaptureError
-from fxpipe.exporting import WRITES, Traced, WithLoss, check_call, export
+from fxpipe.exporting import Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
+from fxpipe.passes.buffer_updates import buffer_updates, changed_state, returning
+from fxpipe.passes.draws import draws
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
+from fxpipe.passes.running_statistics import check_norms, running_statistics
+from fxpipe.torch_chance import trusting_distributions
 from fxpipe.torch_internals import expression
+from fxpipe.updates import Updates
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
 PREFIX = "model."
 _ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
-_NORMS = (aten.batch_norm.default, aten.instance_norm.default)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Captured:
     data: how sizes that depend on a microbatch's data are found before a step
     values: the tensors whose values must repeat too, because Python reads them; reads: and where
     parameters: names of all parameters; trained: those with `requires_grad`
+    updates: what forward does to buffers; draws: operators that draw random numbers, in order
     """
 
     graph: fx.GraphModule
@@ -64,6 +69,8 @@ class Captured:
     parameters: frozenset[str]
     trained: frozenset[str]
     returned: Returned = LOSS_ONLY
+    updates: Updates | None = None
+    draws: tuple[Draw, ...] = ()
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -81,6 +88,10 @@ class Captured:
         """The dtype of the model's loss."""
         dtype: torch.dtype = self.terms[0].meta["val"].dtype if self.terms else torch.float32
         return dtype
+
+    def moves(self, placeholder: str) -> bool:
+        """Whether this holds a buffer that has another value in each microbatch."""
+        return self.updates is not None and self.state.get(placeholder) in self.updates.read
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{leaf.name}{list(leaf.shape)}" for leaf in self.leaves)
@@ -103,11 +114,12 @@ def capture(
     a scalar; outputs: what else is wanted of it (`wanted.Reader`). Without `train` the model runs
     under no_grad. Raises CaptureError naming the module, the source line and the construct.
     """
+    check_norms(model)
     tensors, fixed, structure = flatten(microbatch)
     check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
     whole = WithLoss(model, structure, fixed, reader)
-    with recording_functions(), torch.set_grad_enabled(train):
+    with recording_functions(), trusting_distributions(), torch.set_grad_enabled(train):
         leaves = apart([tensor for _, tensor in tensors])
         exported = settled(model, whole.moved, lambda: export(whole, leaves))
     names = [name for name, _ in tensors]
@@ -125,20 +137,24 @@ def _captured(
 ) -> Captured:
     exported = traced.program
     labels, constants = _labels(model, exported, names)
-    module = inline_no_grad(exported.graph_module)
-    _refuse_writes(module, labels)
-    module = functionalise(module)
-    module, state = _tidy(module, labels)
-    module = off_meta(loss_terms(module, returned.count))
     parameters = dict(model.named_parameters())
-    module, data = find_data_sizes(module, lambda name: state.get(name) not in parameters)
+    trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
+    module = running_statistics(inline_no_grad(exported.graph_module))
+    changed = changed_state(module, labels, trained)
+    module, drawing = draws(returning(module, labels, changed))
+    labels += [(draw.placeholder, False) for draw in drawing]
+    module, state = _tidy(functionalise(module), labels)
+    module = off_meta(loss_terms(module, returned.count + len(changed)))
+    module, data = find_data_sizes(module, lambda n: state.get(n) not in {*parameters, *changed})
+    module, updates = buffer_updates(module, state, changed, trained)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node for node in holders if node.name not in state]
+    chances = [node.name for node in inputs[len(names) :]]
     return Captured(
         graph=module,
         state=state,
         constants=constants,
-        leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=True)),
+        leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=False)),
         structure=structure,
         fixed=fixed,
         data=data,
@@ -146,8 +162,10 @@ def _captured(
         reads=traced.reads,
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
         parameters=frozenset(parameters),
-        trained=frozenset(name for name, p in parameters.items() if p.requires_grad),
+        trained=trained,
         returned=returned,
+        updates=updates,
+        draws=placed(drawing, chances, data.symbols),
     )
 
 
@@ -220,24 +238,3 @@ def _tidy(
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
-
-
-def _refuse_writes(module: fx.GraphModule, labels: Sequence[tuple[str, bool]]) -> None:
-    """State and inputs that forward changes would depend on the order and place of microbatches."""
-    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    label = dict(zip(holders, labels, strict=True))
-    for node in module.graph.nodes:
-        written = _written(node)
-        while written is not None and written not in label:
-            written = alias_of(written)
-        if written is not None:
-            what = f"{'buffer' if label[written][1] else 'argument'} {label[written][0]}"
-            raise CaptureError(f"{what} is changed by forward ({node.target}), {WRITES}")
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node changes, if it is a tensor of the graph."""
-    if node.target in _NORMS and node.args[5]:
-        return node.args[3] if isinstance(node.args[3], fx.Node) else None
-    first = node.args[0] if node.args else None
-    return first if is_in_place(node) and isinstance(first, fx.Node) else None

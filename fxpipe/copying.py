@@ -26,7 +26,7 @@ class Joint:
     """A stage's forward and backward in one graph.
 
     holders: label of an input -> its placeholder (state, fields, sizes, received values,
-    `d_VALUE_STAGE`, `weight`); sent, losses: nodes; gradients: input label -> node or None
+    `d_VALUE_STAGE`, `weight`); sent, losses, stats: nodes; gradients: input label -> node or None
     """
 
     graph: fx.GraphModule
@@ -34,6 +34,7 @@ class Joint:
     sent: Sequence[fx.Node]
     losses: Sequence[fx.Node]
     gradients: Mapping[str, fx.Node | None]
+    stats: Sequence[fx.Node] = ()
 
 
 class Ends(NamedTuple):
@@ -107,13 +108,18 @@ def forward(
     whole: Whole,
     sent: Sequence[Sequence[fx.Node]],
     losses: Sequence[fx.Node],
+    stats: Sequence[fx.Node],
     kept: Sequence[fx.Node],
     checks: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """F(state, feed, received) -> (sent, losses, kept); it also runs the checks."""
+    """F(state, feed, received) -> (sent, losses, kept); it also runs the checks. Stats, if there
+    are any, come last."""
     copy = _Copy(whole, ())
-    copy.run([*flat(sent), *losses, *kept, *checks])
-    result = (copy.bundles(sent), tuple(map(copy.get, losses)), list(map(copy.get, kept)))
+    copy.run([*flat(sent), *losses, *stats, *kept, *checks])
+    result: tuple[Any, ...] = copy.bundles(sent), tuple(map(copy.get, losses))
+    result = (*result, list(map(copy.get, kept)))
+    if stats:
+        result = (*result, tuple(map(copy.get, stats)))
     return copy.module(("state", "feed", "received"), result)
 
 

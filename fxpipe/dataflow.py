@@ -18,6 +18,7 @@ from fxpipe.torch_internals import expression, share_storage, storage_of
 
 aten = torch.ops.aten
 UNKNOWN_SIZE = 64
+ASIDE = "aside"
 _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 CUTS_GRADIENT = {
     aten.detach.default,
@@ -77,9 +78,14 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute something beside sizes and their ratios, in order."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    """The nodes that compute something for the loss, beside sizes and their ratios, in order."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not aside(node)]
     return [node for node in nodes if not is_size(node) and not is_ratio(node)]
+
+
+def aside(node: fx.Node) -> bool:
+    """Whether no loss needs a node, only an update of a buffer (`passes.buffer_updates`)."""
+    return bool(node.meta.get(ASIDE))
 
 
 def spread(graph: fx.Graph, own: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

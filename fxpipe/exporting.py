@@ -22,12 +22,6 @@ from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
 from fxpipe.wanted import Reader
 
-WRITES = (
-    "in every microbatch. Batch normalisation: call .eval() on that module, or use "
-    "track_running_stats=False, GroupNorm or LayerNorm; otherwise update it after the step"
-)
-
-
 Policy = Callable[[Tensor], dict[int, Any]]
 
 
@@ -79,10 +73,29 @@ class WithLoss(nn.Module):
         before = dict(self.model.named_buffers())
         with faithful(self.model, self.moved):
             values = self.reader(self.model(*args, **kwargs))
-        changed = [n for n, b in self.model.named_buffers() if b is not before.get(n)]
-        if changed:
-            raise CaptureError(f"buffer {changed[0]} is assigned by forward, {WRITES}")
+        after = dict(self.model.named_buffers())
+        for name in dict.fromkeys([*before, *after]):
+            if after.get(name) is not before.get(name):
+                _write_back(self.model, name, before.get(name), after.get(name))
         return values
+
+
+def _write_back(model: nn.Module, name: str, old: Tensor | None, new: Tensor | None) -> None:
+    """A buffer that forward assigns anew is traced as a copy into the old one."""
+    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        raise CaptureError(
+            f"buffer {name} is replaced by forward: {_kind(old)} becomes {_kind(new)}. The ranks "
+            "can only hand on a tensor of one shape and dtype: register it like that, or keep it "
+            "out of forward"
+        )
+    with torch.no_grad():
+        old.copy_(new)
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, old)
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:

@@ -9,7 +9,7 @@ from fxpipe.capture import Captured
 from fxpipe.copying import Ends, Joint, Parts, Whole
 from fxpipe.cut import Kind
 from fxpipe.dataflow import aten, is_random
-from fxpipe.joint import Differentiated, StageGraphs, others
+from fxpipe.joint import Differentiated, StageGraphs, moving, others
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guards
 
@@ -33,8 +33,9 @@ def _apart(stages: Stages, name: str) -> tuple[Joint, Parts]:
     for value, node in zip(stage.sent, outputs[0], strict=True):
         sent[value] = graph.call_function(aten.contiguous.default, (node,))
         sent[value].meta = dict(node.meta)
-    graph.output((tuple(sent.values()), outputs[1]))
-    joint = Joint(fx.GraphModule(stage.graph, graph), holders, tuple(sent.values()), outputs[1], {})
+    graph.output((tuple(sent.values()), *outputs[1:]))
+    module = fx.GraphModule(stage.graph, graph)
+    joint = Joint(module, holders, tuple(sent.values()), outputs[1], {}, outputs[2])
     return joint, _parts(stages, stage, sent)
 
 
@@ -62,6 +63,7 @@ def _parts(stages: Stages, stage: Stage, sent: dict[str, fx.Node]) -> Parts:
 def _graphs(captured: Captured, joint: Joint, parts: Parts) -> StageGraphs:
     stage, whole = parts.stage, Whole(joint, parts)
     losses = [whole.source[node] for node in joint.losses]
+    stats = [whole.source[node] for node in joint.stats]
     checks = [n for n in whole.order if n.op == "call_function" and n.is_impure()]
     checks = [n for n in checks if not is_random(n)]
     nothing = fx.GraphModule({}, fx.Graph())
@@ -73,10 +75,12 @@ def _graphs(captured: Captured, joint: Joint, parts: Parts) -> StageGraphs:
         kept_b=(),
         kept_w=(),
         kinds=(Kind.F,),
-        F=copying.forward(whole, parts.sent, losses, [], checks),
+        F=copying.forward(whole, parts.sent, losses, stats, [], checks),
         B=nothing,
         W=nothing,
         sizes=tuple(whole.sizes),
         ends=parts.ends,
         others=others(captured, stage),
+        stats=stage.stats,
+        moving=moving(captured, stage),
     )

@@ -20,6 +20,7 @@ from fxpipe.copying import Ends, Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT
 from fxpipe.partition import partition
+from fxpipe.passes.draws import check_seeded
 from fxpipe.pieces import cut_into_pieces
 from fxpipe.split import Stage, Stages
 from fxpipe.stitching import Pair, StageTrace
@@ -36,6 +37,8 @@ class StageGraphs:
     kept_b, kept_w: the values that F keeps for B, and B (or F, without B) for W
     ends: the stages that the bundles come from and go to
     others: which of the values that the model returns beside its loss follow F's losses
+    stats: what F computes for updates of buffers; moving: names of the buffers in `state` whose
+    value changes with the microbatch, by their places
     """
 
     stage: str
@@ -51,6 +54,8 @@ class StageGraphs:
     W: fx.GraphModule
     ends: Ends
     others: tuple[int, ...] = ()
+    stats: tuple[str, ...] = ()
+    moving: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def differentiate(
             ]
             trace = StageTrace(captured, stages, name, pieces[name], wanted, needs, tracer)
             joint = trace.joint()
+            check_seeded(joint.graph.graph, f"stage {name}")
             returned = trace.returned(joint)
             for pair in stages.links:
                 if pair[1] == name:
@@ -190,6 +196,8 @@ def _stage_graphs(captured: Captured, joint: Joint, parts: Parts, recompute: boo
         W=graphs.W,
         ends=parts.ends,
         others=others(captured, stage),
+        stats=stage.stats,
+        moving=moving(captured, stage),
     )
 
 
@@ -197,3 +205,9 @@ def others(captured: Captured, stage: Stage) -> tuple[int, ...]:
     """Which of the values that the model returns beside its loss are made in a stage."""
     first = len(captured.terms)
     return tuple(index - first for index in stage.terms if index >= first)
+
+
+def moving(captured: Captured, stage: Stage) -> tuple[tuple[int, str], ...]:
+    """The buffers of a stage's state that change with the microbatch, by their places."""
+    places = enumerate(stage.state)
+    return tuple((at, captured.state[holder]) for at, holder in places if holder in stage.moving)

@@ -78,6 +78,11 @@ class Lowered:
         return self.parts.graphs
 
     @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the parameters, buffers and constants that stages read."""
+        return frozenset(name for graphs in self.graphs.values() for name in graphs.state)
+
+    @cached_property
     def cut(self) -> Cut:
         """Regions, stages and seams: all that scheduling sees."""
         return _cut(self)

@@ -54,17 +54,20 @@ class _Partition:
         self.whole = Whole(joint, parts)
         self.order, self.source = self.whole.order, self.whole.source
         stage = parts.stage
-        self.free = {joint.holders[name] for name in (*stage.state, *stage.fields, *stage.sizes)}
+        names = (*stage.state, *stage.fields, *stage.sizes)
+        # A buffer that changes has another value by the time of the backward.
+        self.free = {joint.holders[name] for name in names if name not in stage.moving}
 
     def cut(self) -> ThreeGraphs:
         parts = self.parts
         sent = [[self.source[n] for n in bundle] for bundle in parts.sent]
         losses = [self.source[n] for n in self.joint.losses]
+        stats = [self.source[n] for n in self.joint.stats]
         returned = [[self.source[n] for n in bundle if n] for bundle in parts.returned]
         weights = [self.source[n] for n in parts.weights]
         checks = [n for n in self.order if n.op == "call_function" and n.is_impure()]
         checks = [n for n in checks if not is_random(n)]
-        forward = _with_items(self._behind([*flat(sent), *losses, *checks]))
+        forward = _with_items(self._behind([*flat(sent), *losses, *stats, *checks]))
         backward = _with_items(self._behind(flat(returned)) - forward)
         deferred = self._behind(weights) - forward - backward
         reads = self._reads(deferred, weights, backward | forward)
@@ -77,7 +80,7 @@ class _Partition:
         if not returned:
             for_w = for_b
         return ThreeGraphs(
-            F=copying.forward(self.whole, sent, losses, for_b, checks),
+            F=copying.forward(self.whole, sent, losses, stats, for_b, checks),
             B=copying.backward(self.whole, returned, for_b, for_w if returned else []),
             W=copying.weights(self.whole, weights, for_w),
             kept_b=tuple(map(self.whole.name, for_b)),

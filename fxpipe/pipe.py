@@ -99,6 +99,7 @@ class Pipe:
         batch: Any,
         weights: Sequence[float] | Tensor | None = None,
         order: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> Result:
         """Forward and backward of every microbatch; gradients are added to `.grad`.
 
@@ -106,10 +107,12 @@ class Pipe:
         result is the same on every rank. batch: a list of microbatches, or one dict whose tensors
         all have the batch as dim 0, with `microbatches` given to `compile`; the same on every
         rank. weights: one factor for each microbatch, 1/M by default. order: which microbatch runs
-        as number 0, 1, ... of the table (`passes.reorder`). Raises BatchError before anything
-        runs, RankError if a rank fails; then no `.grad` has changed.
+        as number 0, 1, ... of the table (`passes.reorder`). seeds: as `torch.manual_seed` before
+        each microbatch would; without, random numbers go on from rank 0's generator, in eager's
+        order. Raises BatchError before anything runs, RankError if a rank fails; then no `.grad`
+        and no buffer has changed.
         """
-        return self._steps.run(batch, weights, order)
+        return self._steps.run(batch, weights, order, seeds)
 
     def evaluate(
         self,

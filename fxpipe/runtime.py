@@ -7,6 +7,7 @@ Nothing here decides an order. Nothing is written to `.grad`: a step that fails 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from fxpipe.backends import Backend, LostError, Transport
 from fxpipe.bind import Bound
+from fxpipe.changes import Changes
 from fxpipe.cut import Kind
 from fxpipe.errors import RankError
 from fxpipe.meter import Kept, Meter
 from fxpipe.passes.reorder import reorder
 from fxpipe.program import Program
 from fxpipe.stageop import Grads
+from fxpipe.streams import held, stream_of
 from fxpipe.table import Table
 from fxpipe.timeline import Peak, Span, Timeline
 
@@ -32,15 +35,19 @@ _EPOCH = time.time() - time.perf_counter()
 
 # What microbatches return beside their losses: (microbatch, number of the value) -> tensor.
 Outputs = dict[tuple[int, int], Tensor]
+Brought = tuple[Tensor, Grads, Outputs]
 
 
 class Rank:
     """A running rank, as its program sees it."""
 
-    def __init__(self, rank: int, transport: Transport, variants: frozenset[int]) -> None:
+    def __init__(
+        self, rank: int, transport: Transport, batch: Sequence[Bound], changes: Changes
+    ) -> None:
         self.now = "its first op"
         self.times: dict[str, tuple[float, float]] = {}
-        self.variants = variants
+        self.variants = frozenset(mb.variant for mb in batch)
+        self.buffer, self.note = changes.value, changes.note
         self.meters: dict[str, Meter] = {}
         self.outputs: Outputs = {}
         self._transport = transport
@@ -112,14 +119,16 @@ class Step:
     ranks of this process; what several of them hold is there once, their sums being equal. order:
     which microbatch ran as number 0, 1, ... of the table; losses and timeline have its own number.
     outputs: those that came to the ranks of this process, by the table's numbers.
+    buffers: name -> its value after the step, of all that forward changes, on every rank.
     """
 
     losses: Tensor
     gradients: Grads
+    outputs: Outputs
+    buffers: Mapping[str, Tensor]
     table: Table
     numbers: Sequence[Tensor]
     order: tuple[int, ...]
-    outputs: Outputs
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -137,54 +146,61 @@ def run_step(
     dtype: torch.dtype,
     order: tuple[int, ...] = (),
     to: int | None = None,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Step:
     """Run one step. Collective; raises RankError on every rank if any of them fails.
 
-    batch: in the order of the table; order: which microbatch of the caller each of them is; to:
-    the one rank that gets the outputs, if there are any, instead of all.
+    batch: in the order of the table; order: which microbatch of the caller each is; to: the one
+    rank that gets the outputs, not all; state: the model's tensors; seeds: one per microbatch.
     """
-    order = order or tuple(range(len(batch)))
-    table = next(iter(programs.values())).table
-    variants = frozenset(mb.variant for mb in batch)
-    collects = any(mb.returns for mb in batch)
-    sizes = [_size(table, rank) for rank in range(len(table.rows))]
+    order, table = order or tuple(range(len(batch))), next(iter(programs.values())).table
+    changes = Changes(table, batch, order, state or {})
+    stream = stream_of(batch, order, held(table, programs), seeds)
+    own = [_size(table, rank) for rank in range(len(table.rows))]
+    sizes = [size + changes.words(rank) for rank, size in enumerate(own)]
 
-    def body(rank: int, transport: Transport) -> tuple[Tensor, Grads, Outputs]:
-        running = Rank(rank, transport, variants)
-        try:
-            with torch.no_grad():
-                expected = transport.expect(sizes)
-                losses, gradients = programs[rank].module.forward(running, *batch)
-                running.now = "the end of the step"
-                numbers = _numbers(programs[rank], running, losses)
-                numbers = transport.share(expected, numbers)
-                return numbers, gradients, running.collect(collects, to)
-        except LostError as lost:
-            raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
-        except Exception as error:
-            raise RankError(_failed(rank, running.now, error, order)) from error
+    def body(rank: int, transport: Transport) -> Brought:
+        running = Rank(rank, transport, batch, changes)
+        with torch.no_grad(), _explained(running, rank, order):
+            expected = transport.expect(sizes)
+            stream.start(transport.agree)
+            losses, gradients = programs[rank].module.forward(running, *batch)
+            running.now = "the end of the step"
+            numbers = torch.cat([_numbers(programs[rank], running, losses), changes.pack(rank)])
+            shared = transport.share(expected, numbers)
+            return shared, gradients, running.collect(any(mb.returns for mb in batch), to)
 
-    return _gathered(backend.run(body), table, sizes, order, dtype)
+    results = backend.run(body)
+    shared = torch.split(next(iter(results.values()))[0], sizes)
+    numbers = [one[:size] for one, size in zip(shared, own, strict=True)]
+    buffers = changes.apply([one[size:] for one, size in zip(shared, own, strict=True)])
+    stream.finish()
+    losses = _losses(table, numbers, order).to(dtype)
+    return Step(losses, *_merged(results), buffers, table, numbers, order)
 
 
-def _gathered(
-    results: Mapping[int, tuple[Tensor, Grads, Outputs]],
-    table: Table,
-    sizes: Sequence[int],
-    order: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Step:
-    """What the ranks of this process have brought."""
-    numbers = torch.split(next(iter(results.values()))[0], list(sizes))
+@contextmanager
+def _explained(running: Rank, rank: int, order: tuple[int, ...]) -> Iterator[None]:
+    """Errors say which op of the rank they come from."""
+    try:
+        yield
+    except LostError as lost:
+        raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
+    except Exception as error:
+        raise RankError(_failed(rank, running.now, error, order)) from error
+
+
+def _merged(results: Mapping[int, Brought]) -> tuple[Grads, Outputs]:
+    """The gradients and the outputs of this process's ranks, each once."""
     gradients: Grads = {}
     outputs: Outputs = {}
     for rank in sorted(results):
         outputs.update(results[rank][2])
         for name, grad in results[rank][1].items():
             gradients.setdefault(name, grad)
-    losses = torch.empty(len(order), dtype=dtype)
-    losses[list(order)] = _losses(table, numbers).to(dtype)
-    return Step(losses, gradients, table, numbers, order, outputs)
+    return gradients, outputs
 
 
 def _failed(rank: int, op: str, error: Exception, order: tuple[int, ...]) -> str:
@@ -234,12 +250,15 @@ def _write_losses(
     numbers[slots] = torch.stack([loss.double() for loss in found.values()]).cpu()
 
 
-def _losses(table: Table, numbers: Sequence[Tensor]) -> Tensor:
-    """[microbatches]: the stages' losses, added in the order of the stages; one rank has each."""
+def _losses(table: Table, numbers: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """[microbatches] of the caller: the stages' losses, added in the order of the stages; one rank
+    has each."""
     slots, count = _losses_of(table), table.microbatches
     by_rank = zip(*[own[: len(slots)].tolist() for own in numbers], strict=True)
     found = [sum(ranks) for ranks in by_rank]
-    return torch.tensor([sum(found[mb::count]) for mb in range(count)], dtype=torch.float64)
+    losses = torch.empty(count, dtype=torch.float64)
+    losses[list(order)] = losses.new_tensor([sum(found[mb::count]) for mb in range(count)])
+    return losses
 
 
 def _spans(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Span]:

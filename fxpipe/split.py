@@ -13,8 +13,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from fxpipe.asides import place_asides
 from fxpipe.capture import Captured
-from fxpipe.dataflow import calls, data_inputs, path
+from fxpipe.dataflow import aside, calls, data_inputs, path
 from fxpipe.errors import StageError
 from fxpipe.passes.stages import Staging
 from fxpipe.sizes import is_size, ratios_behind
@@ -33,11 +34,12 @@ class Value:
 class Stage:
     """The forward of one stage.
 
-    graph: (state, fields, sizes, received) -> (sent, terms); every group in the order given here
+    graph: (state, fields, sizes, received) -> (sent, terms, stats); each in the order given here
     state: placeholders of parameters, buffers and constants; fields: of the microbatch's tensors
     sizes: placeholder -> the integer, as an expression of the microbatch's symbols
     received, sent: values that cross seams; terms: which of the model's loss terms, and of the
     other values that it returns, are born here
+    stats: what updates of buffers read; moving: those of `state` that change with the microbatch
     """
 
     name: str
@@ -49,6 +51,8 @@ class Stage:
     received: tuple[str, ...]
     sent: tuple[str, ...]
     terms: tuple[int, ...]
+    stats: tuple[str, ...] = ()
+    moving: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -59,7 +63,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """All stages in topological order; links: (source, target) -> the values that cross."""
+    """All stages in topological order; links: (source, target) -> the values that cross.
+
+    values: what crosses, and what stages compute for updates of buffers
+    """
 
     stages: Mapping[str, Stage]
     links: Mapping[tuple[str, str], tuple[str, ...]]
@@ -81,20 +88,29 @@ class Stages:
 def split(captured: Captured, staging: Staging) -> Stages:
     """The stages' forward graphs. Raises StageError when a value cannot cross between stages."""
     links: dict[tuple[str, str], dict[fx.Node, None]] = {}
+    staging, stats = place_asides(captured, staging)
     order = {stage: index for index, stage in enumerate(staging.region)}
-    for node in calls(captured.graph.graph):
+    for node in _nodes(captured):
         for stage in staging.of[node]:
             for source in data_inputs(node):
                 if source.op == "call_function" and stage not in staging.of[source]:
-                    (maker,) = staging.of[source]
+                    maker = staging.of[source][0]
                     _check_crossing(source, maker, stage, order)
                     links.setdefault((maker, stage), {})[source] = None
-    stages = {name: _stage(captured, staging, name, links) for name in staging.region}
-    crossing = {node for nodes in links.values() for node in nodes}
+    stages = {
+        name: _stage(captured, staging, name, links, stats.get(name, ())) for name in staging.region
+    }
+    crossing = {node for nodes in (*links.values(), *stats.values()) for node in nodes}
     values = {node.name: _value(node) for node in crossing}
     ordered = sorted(links, key=lambda pair: (order[pair[0]], order[pair[1]]))
     names = {pair: tuple(node.name for node in links[pair]) for pair in ordered}
     return Stages(stages, names, values)
+
+
+def _nodes(captured: Captured) -> list[fx.Node]:
+    """What the loss needs, and what stands aside, in order."""
+    needed = set(calls(captured.graph.graph))
+    return [node for node in captured.graph.graph.nodes if node in needed or aside(node)]
 
 
 def _check_crossing(node: fx.Node, maker: str, reader: str, order: Mapping[str, int]) -> None:
@@ -130,14 +146,14 @@ def _stage(
     staging: Staging,
     name: str,
     links: Mapping[tuple[str, str], Mapping[fx.Node, None]],
+    stats: tuple[fx.Node, ...],
 ) -> Stage:
-    nodes = [node for node in calls(captured.graph.graph) if name in staging.of[node]]
-    received = list(
-        dict.fromkeys(n for (_, to), found in links.items() if to == name for n in found)
-    )
-    sent = list(dict.fromkeys(n for (by, _), found in links.items() if by == name for n in found))
+    nodes = [node for node in _nodes(captured) if name in staging.of[node]]
+    received = dict.fromkeys(n for (_, to), found in links.items() if to == name for n in found)
+    sent = dict.fromkeys(n for (by, _), found in links.items() if by == name for n in found)
     ratios = ratios_behind(captured.graph.graph, nodes)
-    read = dict.fromkeys(n for node in (*nodes, *ratios) for n in node.all_input_nodes)
+    inputs = (n for node in (*nodes, *ratios) for n in node.all_input_nodes)
+    read = dict.fromkeys([*inputs, *stats])
     holders = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n in read]
     sizes = [n for n in read if is_size(n)]
     graph = fx.Graph()
@@ -145,13 +161,12 @@ def _stage(
     holders.sort(key=lambda holder: holder.name not in captured.state)
     env.update((holder, graph.node_copy(holder)) for holder in holders)
     numbers = _number_inputs(graph, sizes, env)
-    for node in received:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = {"val": node.meta["val"]}
+    env.update((node, _arriving(graph, node)) for node in received)
     for node in (*ratios, *nodes):
         env[node] = graph.node_copy(node, env.__getitem__)
     terms = [i for i, term in enumerate(captured.ends) if staging.of[term] == (name,)]
-    graph.output((tuple(env[n] for n in sent), tuple(env[captured.ends[i]] for i in terms)))
+    born = tuple(env[captured.ends[i]] for i in terms)
+    graph.output((tuple(env[n] for n in sent), born, tuple(env[n] for n in stats)))
     graph.lint()
     return Stage(
         name,
@@ -163,7 +178,16 @@ def _stage(
         tuple(node.name for node in received),
         tuple(node.name for node in sent),
         tuple(terms),
+        tuple(node.name for node in stats),
+        tuple(h.name for h in holders if captured.moves(h.name)),
     )
+
+
+def _arriving(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A placeholder for a value of another stage."""
+    holder = graph.placeholder(node.name)
+    holder.meta = {"val": node.meta["val"]}
+    return holder
 
 
 def _number_inputs(

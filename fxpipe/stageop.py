@@ -55,6 +55,14 @@ class Running(Protocol):
         """The sum over ranks, in their order."""
         ...
 
+    def buffer(self, mb: int, name: str) -> Tensor:
+        """What a buffer that forward changes is when a microbatch's forward begins."""
+        ...
+
+    def note(self, stage: str, mb: "Bound", stats: Sequence[Tensor]) -> None:
+        """Take what F has made for updates of buffers."""
+        ...
+
 
 def engine(graph: Graphs, name: str) -> Graphs:
     """What runs a graph of a stage: the graph itself, or what inductor compiles it to."""
@@ -162,8 +170,14 @@ class StageOp(nn.Module):
         received: Any,
     ) -> Any:
         feed = mb.feed(graphs)
+        if graphs.moving:
+            moving = {place: rank.buffer(mb.index, name) for place, name in graphs.moving}
+            state = tuple([moving.get(place, value) for place, value in enumerate(state)])
         taken, given = self._places(mb, graphs)
-        sent, losses, kept = self._call(mb, graphs)(state, feed, placed(received, taken))
+        run = self._call(mb, graphs)
+        sent, losses, kept, *stats = run(state, feed, placed(received, taken))
+        if stats:
+            rank.note(self.stage, mb, stats[0])
         if graphs.others:
             first = len(losses) - len(graphs.others)
             values = zip(graphs.others, losses[first:], strict=True)

@@ -69,11 +69,13 @@ class Steps:
         batch: Any,
         weights: Sequence[float] | Tensor | None,
         order: Sequence[int] | None,
+        seeds: Sequence[int] | None = None,
     ) -> Result:
         """One step, as `Pipe.step` describes it."""
         parts = split_batch(batch, self.microbatches)
-        step, _, factors = self.advance(parts, weights, order)
+        step, _, factors = self.advance(parts, weights, order, seeds=seeds)
         self._accumulate(step.gradients)
+        self._write(step.buffers)
         return Result(step.losses, factors.cpu())
 
     def advance(
@@ -82,8 +84,10 @@ class Steps:
         weights: Sequence[float] | Tensor | None = None,
         order: Sequence[int] | None = None,
         to: int | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> tuple[Step, list[Bound], Tensor]:
-        """Run microbatches: what it gives, what ran, and the weights. No gradient is written."""
+        """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
+        written."""
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         if len(self._backend.mine) < self._backend.ranks:
@@ -100,7 +104,16 @@ class Steps:
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
         self._backend.connect(programs[self._backend.mine[0]].table)
         self._variants.refresh()
-        self.last = run_step(self._backend, programs, bound, factors.dtype, order, to)
+        self.last = run_step(
+            self._backend,
+            programs,
+            bound,
+            factors.dtype,
+            order,
+            to,
+            state=self._variants.state,
+            seeds=_checked(seeds, len(parts)),
+        )
         return self.last, bound, factors
 
     @property
@@ -165,3 +178,16 @@ class Steps:
             else:
                 with torch.no_grad():
                     parameter.grad.add_(gradient)
+
+    def _write(self, buffers: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in buffers.items():
+                self._variants.state[name].copy_(value)
+
+
+def _checked(seeds: Sequence[int] | None, count: int) -> Sequence[int] | None:
+    if seeds is not None and len(seeds) != count:
+        raise BatchError(
+            f"seeds has {len(seeds)} numbers; expected one for each of {count} microbatches"
+        )
+    return seeds

@@ -46,12 +46,13 @@ class StageTrace:
         self.holders = [n for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
         with tracer.mode:
             self.values = {n: _fake(captured, self.stage, n, needs) for n in self.holders}
-        sent, losses = arguments(self.stage.graph.graph.output_node())[0]
+        sent, losses, stats = arguments(self.stage.graph.graph.output_node())[0]
         self.sent: dict[str, fx.Node] = dict(zip(self.stage.sent, sent, strict=True))
         self.losses: Sequence[fx.Node] = losses
+        self.stats: Sequence[fx.Node] = stats
 
     def joint(self) -> Joint:
-        """(inputs, wanted gradients, weight) -> (sent, losses, gradients of inputs)."""
+        """(inputs, wanted gradients, weight) -> (sent, losses, stats, gradients of inputs)."""
         for piece in self.pieces:
             made = self.tracer.forward(piece, self._of(piece.inputs))
             self.values.update(zip(piece.outputs, made, strict=True))
@@ -149,13 +150,15 @@ class _Writer:
         for piece, copied in reversed(list(zip(trace.pieces, copies, strict=True))):
             copied.run_backward(piece)
         losses = [self.env[node] for node in trace.losses]
+        stats = [self._contiguous(self.env[node]) for node in trace.stats]
         gradients = {
             node.name: self._contiguous(self.sums[node]) if node in self.sums else None
             for node in trace.holders
             if isinstance(trace.values[node], Tensor) and trace.values[node].requires_grad
         }
-        self.graph.output((sent, losses, list(gradients.values())))
-        return Joint(fx.GraphModule(self.owner, self.graph), self.labels, sent, losses, gradients)
+        self.graph.output((sent, losses, stats, list(gradients.values())))
+        module = fx.GraphModule(self.owner, self.graph)
+        return Joint(module, self.labels, sent, losses, gradients, stats)
 
     def _contiguous(self, node: fx.Node) -> fx.Node:
         if node not in self.layouts.doubtful and node.meta["val"].is_contiguous():

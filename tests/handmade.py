@@ -144,7 +144,11 @@ def stages(ranks: int) -> Stages:
 
 
 class Microbatch:
-    """A bound microbatch of `size` rows."""
+    """A bound microbatch of `size` rows, which draws nothing and changes no buffer."""
+
+    updates = None
+    draws = ()
+    size = None
 
     returns = False
 
@@ -154,6 +158,10 @@ class Microbatch:
         self.variant = 0
         self.weight = torch.tensor(weight, dtype=torch.float64)
         self.x = torch.randn(size, WIDTH, generator=make, dtype=torch.float64)
+
+    def fields(self, stages: object) -> frozenset[str]:
+        """None has a name."""
+        return frozenset()
 
     def feed(self, graphs: object) -> tuple[Tensor, ...]:
         """Every stage may read the input."""

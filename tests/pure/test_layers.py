@@ -29,6 +29,7 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
+STATE = ("building", "torch_chance", "chance", "updates")
 EXPORT = (
     "torch_functions",
     "symbols",
@@ -46,10 +47,13 @@ CAPTURE = (
     "wanted",
     "sizes",
     "dataflow",
+    *STATE,
     *EXPORT,
     "capture",
 )
+WRITES = ("passes.running_statistics", "passes.draws", "passes.buffer_updates")
 STAGES = (
+    "asides",
     "split",
     "bundles",
     "forwarding",
@@ -61,14 +65,15 @@ REWRITES = tuple(
     f"passes.{name}" for name in ("functionalise", "inline_no_grad", "loss_terms", "off_meta")
 )
 ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
+STEP = ("changes", "streams")
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
 DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "strides", "stitching", "joint")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
-    (*CAPTURE, *REWRITES),
-    (*STAGES, *DIFFERENTIATION, *ASSIGNMENT),
+    (*CAPTURE, *WRITES, *REWRITES),
+    (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
     ("program", "stageop", "groupop", "delivery", "meter"),
     ("backends", "runtime"),
     ("", "mode", "union", "memory", "variants", "explain", "steps", "evaluation", "pipe"),

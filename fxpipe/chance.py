@@ -1,0 +1,247 @@
+"""Random numbers in eager's order, wherever and whenever an operator runs.
+
+Eager draws from one generator: microbatch after microbatch, operator after operator. In a graph,
+each operator that draws is given the state in which eager would find the generator (`seeded`).
+Every rank finds these states by drawing the numbers of the whole model in that order (`Stream`);
+it needs shapes for that, and no data.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from fxpipe.torch_chance import hints
+from fxpipe.torch_internals import unbacked_in
+
+DEF: Any = torch.library.Library("fxpipe", "FRAGMENT")  # type: ignore[no-untyped-call]
+Size = Callable[[sympy.Expr], int]
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor of which only the shape counts: contiguous once its dimensions stand in `order`."""
+
+    shape: tuple[sympy.Expr, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def make(self, size: Size, device: torch.device) -> Tensor:
+        """Such a tensor, of values that any operator may take."""
+        shape = [size(self.shape[dim]) for dim in self.order]
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return torch.full(shape, 0.5, device=device).to(self.dtype).permute(back)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An operator that draws, and what it is called with: blanks, sizes, and plain values.
+
+    placeholder: where the graph takes the state; apart: how much it draws depends on data, so it
+    has a generator of its own, for whose seed it draws one number
+    """
+
+    placeholder: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: str
+    apart: bool = False
+
+
+def placed(
+    draws: Sequence[Draw], holders: Sequence[str], known: Set[sympy.Symbol]
+) -> tuple[Draw, ...]:
+    """The same operators at the placeholders of a finished graph.
+
+    known: the sizes that depend on data, and that every rank finds before a step. An operator with
+    another one is drawn apart.
+    """
+    return tuple(
+        replace(draw, placeholder=holder, apart=draw.apart or not _unknown(draw) <= known)
+        for draw, holder in zip(draws, holders, strict=True)
+    )
+
+
+def _unknown(draw: Draw) -> set[sympy.Symbol]:
+    """The sizes of what an operator takes that no shape of the microbatch tells."""
+    found: set[sympy.Symbol] = set()
+
+    def visit(value: Any) -> Any:
+        sizes = value.shape if isinstance(value, Blank) else [value]
+        found.update(*(unbacked_in(size) for size in sizes if isinstance(size, sympy.Expr)))
+        return value
+
+    fx.node.map_aggregate((draw.args, dict(draw.kwargs)), visit)
+    return found
+
+
+def memory_order(value: Tensor) -> tuple[int, ...]:
+    """The dimensions of a new tensor like this traced one, from the outermost in memory inwards."""
+    plain = tuple(range(value.dim()))
+    sizes, strides = hints(value.shape), hints(value.stride())
+    if sizes is None or strides is None:
+        return plain
+    like = torch.empty_like(torch.empty_strided(sizes, strides, device="meta"))
+    if like.is_contiguous():
+        return plain
+    steps = like.stride()
+    return tuple(sorted(plain, key=lambda dim: -steps[dim]))
+
+
+def seeded(target: Any) -> Any:
+    """`fxpipe::NAME(state, ...)`: an operator, drawing from a generator in the state given."""
+    name = f"{target.overloadpacket.__name__}_{target._overloadname}"
+    if name not in _defined():
+        _defined()[name] = None
+        schema = str(target._schema).partition("(")[2]
+        tags = (torch.Tag.nondeterministic_seeded,)
+        DEF.define(f"{name}(Tensor state, {schema}", tags=tags)
+        DEF.impl(name, partial(_run, target), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fxpipe::{name}", partial(_run_fake, target), lib=DEF)
+    return getattr(torch.ops.fxpipe, name).default
+
+
+@cache
+def _defined() -> dict[str, None]:
+    return {}
+
+
+def _run(target: Any, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    tensors = [arg.device for arg in args if isinstance(arg, Tensor)]
+    device = tensors[0] if tensors else torch.device(kwargs.get("device") or "cpu")
+    with drawing_from(state, device):
+        return target(*args, **kwargs)
+
+
+def _run_fake(target: Any, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+@contextmanager
+def drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
+    """The device's generator is in this state inside, and in its own again after."""
+    before = state_of(device)
+    set_state(state, device)
+    try:
+        yield
+    finally:
+        set_state(before, device)
+
+
+def state_of(device: torch.device) -> Tensor:
+    """The state of a device's generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    found: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_state(state: Tensor, device: torch.device) -> None:
+    """Put a device's generator into a state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one microbatch draws. kept: the placeholders that stages of this process have."""
+
+    draws: Sequence[Draw]
+    size: Size
+    kept: Set[str]
+
+
+@dataclass
+class Stream:
+    """Eager's stream of random numbers in a step, walked as far as somebody asks.
+
+    walks: by microbatch, in eager's order; device: what stands for the devices of the trace
+    seeds: with what eager would seed before each microbatch
+    """
+
+    walks: Sequence[Walk]
+    device: torch.device
+    seeds: Sequence[int] | None = None
+    _now: dict[str, Tensor] = field(default_factory=dict)
+    _states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _done: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices on which anything is drawn, or seeded."""
+        seeded = {"cpu", self.device.type} if self.seeds is not None else set()
+        return tuple(sorted(seeded.union(*({d.device for d in walk.draws} for walk in self.walks))))
+
+    def start(self, agree: Callable[[Tensor], Tensor]) -> None:
+        """Begin where the generators of the first rank are; `agree` tells what it has."""
+        if self.kinds and self.seeds is None:
+            here = self.here()
+            found = agree(torch.cat(list(here.values())))
+            parts = torch.split(found, [len(state) for state in here.values()])
+            self._now = dict(zip(here, parts, strict=True)) if not self._now else self._now
+
+    def here(self) -> dict[str, Tensor]:
+        """The states that the generators of this process have."""
+        return {kind: state_of(self._on(kind)) for kind in self.kinds}
+
+    def state(self, mb: int, placeholder: str) -> Tensor:
+        """The state in which eager would find the generator at this point of a microbatch."""
+        while self._done <= mb:
+            self._walk(self._done)
+        return self._states[mb, placeholder]
+
+    def finish(self) -> None:
+        """Leave the generators where eager would."""
+        while self._done < len(self.walks):
+            self._walk(self._done)
+        for kind, state in self._now.items():
+            set_state(state, self._on(kind))
+
+    def _on(self, kind: str) -> torch.device:
+        return self.device if kind == self.device.type else torch.device(kind)
+
+    def _walk(self, mb: int) -> None:
+        walk, self._done = self.walks[mb], mb + 1
+        if self.seeds is not None:
+            self._now.update((k, _seeded_state(self.seeds[mb], self._on(k))) for k in self.kinds)
+        before = self.here()
+        try:
+            for kind, state in self._now.items():
+                set_state(state, self._on(kind))
+            for draw in walk.draws:
+                self._draw(mb, draw, walk)
+            self._now = self.here()
+        finally:
+            for kind, state in before.items():
+                set_state(state, self._on(kind))
+
+    def _draw(self, mb: int, draw: Draw, walk: Walk) -> None:
+        device, key = self._on(draw.device), (mb, draw.placeholder)
+        if draw.apart:
+            seed = int(torch.randint(2**62, (), device=device))
+            self._states[key] = _seeded_state(seed, device)
+            return
+        if draw.placeholder in walk.kept:
+            self._states[key] = state_of(device)
+
+        def made(value: Any) -> Any:
+            if isinstance(value, Blank):
+                return value.make(walk.size, self._on(value.device))
+            return walk.size(value) if isinstance(value, sympy.Expr) else value
+
+        args, kwargs = fx.node.map_aggregate((draw.args, dict(draw.kwargs)), made)
+        here = {"device": device} if "device" in kwargs else {}
+        draw.target(*args, **{**kwargs, **here})
+
+
+def _seeded_state(seed: int, device: torch.device) -> Tensor:
+    return torch.Generator(device).manual_seed(seed).get_state()
