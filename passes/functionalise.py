@@ -103,7 +103,8 @@ class _Writer:
         target = self.same.get(target, target)
         value = self._value(node, target)
         if node.meta.get(NO_GRAD):
-            floating = target.meta["val"].is_floating_point()
+            value_of = target.meta["val"]
+            floating = value_of.is_floating_point() or value_of.is_complex()
             if floating and self._is_tracked(target):
                 why = "under no_grad it changes a value that has a gradient; use x = x.detach()"
                 raise CaptureError(_refusal(node, why))

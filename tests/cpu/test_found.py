@@ -76,6 +76,17 @@ def under_inference_mode(model: Model, x: Tensor) -> Tensor:
     return x * factor.clone()
 
 
+def complex_under_no_grad(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = torch.complex(model.adapters[0](x), x)
+    return x * z.abs()
+
+
+def without_autocast(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x + model.adapters[0](x)
+
+
 def data_of_a_value(model: Model, x: Tensor) -> Tensor:
     return x + model.adapters[0](x).data * x
 
@@ -89,6 +100,8 @@ def data_of_a_value(model: Model, x: Tensor) -> Tensor:
         only_reads,
         overwritten,
         under_inference_mode,
+        complex_under_no_grad,
+        without_autocast,
         data_of_a_value,
     ],
 )
@@ -137,6 +150,12 @@ def test_ratios_of_sizes_are_computed_where_they_are_read() -> None:
     assert all(not seam.values[1:] for seam in pipe.cut.seams)
 
 
+def autocasts(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.adapters[0](x)
+    return x + y
+
+
 def draws_in_python(model: Model, x: Tensor) -> Tensor:
     return x * random.random()
 
@@ -153,6 +172,7 @@ def counts(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "found"),
     [
+        (autocasts, r"runs under torch\.autocast"),
         (draws_in_python, "draws from random"),
         (draws_with_numpy, r"draws from numpy\.random"),
         (counts, "attribute calls changes with every forward"),
