@@ -91,12 +91,13 @@ def _simpler(value: object, default: object) -> Iterator[object]:
         yield default
 
 
-def _shorter(value: tuple[Any, ...], least: int) -> Iterator[tuple[Any, ...]]:
+def _shorter(value: tuple[Any, ...], least: int, block: bool = False) -> Iterator[tuple[Any, ...]]:
+    """Without one of its items, or with one of them simpler; in a block that is `linear`."""
     if len(value) > least:
         yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
     for i, item in enumerate(value):
-        inner = _shorter(item, 1) if isinstance(item, tuple) else ()
+        inner = _shorter(item, 1, block=True) if isinstance(item, tuple) else ()
         inner = smaller(item) if is_dataclass(item) else inner
         yield from ((*value[:i], other, *value[i + 1 :]) for other in inner)
-        if isinstance(item, str) and item != "linear":
+        if block and item != "linear":
             yield (*value[:i], "linear", *value[i + 1 :])
