@@ -259,6 +259,11 @@ class Bound:
         """Whether it gives more than a loss."""
         return self.captured.returned.count > 0
 
+    @property
+    def wants(self) -> bool:
+        """Whether anything beside the loss is wanted of it, if only None or a number."""
+        return self.captured.returned.tree is not None
+
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """What was wanted of the model's output, with these tensors in it."""
         return self.captured.returned.output(tensors, self.size)

@@ -4,7 +4,7 @@ Its graphs are traced under no_grad, with the model's outputs as outputs of the 
 runs on the ranks that hold its parameters in training, so that nothing has to be moved.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,8 @@ from fxpipe.cut import Cut
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.inputs import split_batch
 from fxpipe.lower import Like
-from fxpipe.runtime import Step
 from fxpipe.scheduler import Forward
-from fxpipe.steps import Steps, weighted
+from fxpipe.steps import Steps, returned, weighted
 from fxpipe.variants import ForwardOnly, Variants
 from fxpipe.wanted import Outputs
 
@@ -74,7 +73,7 @@ class Evaluations:
         no_loss = _no_loss(bound)
         losses = None if no_loss else step.losses
         here = to is None or to in self._backend.mine
-        made = _outputs(step, bound) if wanted and here else None
+        made = tuple(returned(step, bound)) if wanted and here else None
         return Evaluation(losses, factors.cpu(), made, no_loss)
 
     def _steps(self, outputs: Outputs) -> Steps:
@@ -115,14 +114,3 @@ def _no_loss(bound: Sequence[Bound]) -> str | None:
             "evaluate them apart"
         )
     return reasons[missing[0]] if missing else None
-
-
-def _outputs(step: Step, bound: Sequence[Bound]) -> tuple[Any, ...]:
-    by_mb: dict[int, dict[int, Tensor]] = {mb.index: {} for mb in bound}
-    for (mb, number), tensor in step.outputs.items():
-        by_mb[mb][number] = tensor
-    return tuple(mb.output(_in_order(by_mb[mb.index])) for mb in bound)
-
-
-def _in_order(found: Mapping[int, Tensor]) -> list[Tensor]:
-    return [found[number] for number in range(len(found))]

@@ -4,7 +4,7 @@ Steps(variants, backend, ...).run(batch, weights, order) -> Result
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from fxpipe.variants import Variants
 class Result:
     """What a step returns.
 
-    losses: [microbatches], each microbatch's own loss; weights: [microbatches]; on every rank.
+    losses: [microbatches], each microbatch's own loss; weights: [microbatches]; metrics: what
+    loss_fn returns beside the loss, [microbatches] each; on every rank.
     """
 
     losses: Tensor
     weights: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> Tensor:
@@ -45,6 +47,31 @@ def weighted(losses: Tensor, weights: Tensor) -> Tensor:
     for weight, loss in zip(weights, losses, strict=True):
         total = total + weight * loss if weight else total
     return total
+
+
+def returned(step: Step, bound: Sequence[Bound]) -> list[Any]:
+    """What was wanted of each microbatch beside its loss, in the order of the caller."""
+    by_mb: dict[int, dict[int, Tensor]] = {mb.index: {} for mb in bound}
+    for (mb, number), tensor in step.outputs.items():
+        by_mb[mb][number] = tensor
+    found = {
+        own: mb.output([by_mb[mb.index][number] for number in range(len(by_mb[mb.index]))])
+        for own, mb in zip(step.order, bound, strict=True)
+        if mb.wants
+    }
+    return [found.get(own) for own in range(len(bound))]
+
+
+def _metrics(found: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
+    """Each metric over the microbatches; nan where one has not got it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics or {})
+    return {name: torch.stack([_number(metrics, name) for metrics in found]) for name in names}
+
+
+def _number(metrics: Mapping[str, Tensor] | None, name: str) -> Tensor:
+    if metrics is None or name not in metrics:
+        return torch.tensor(float("nan"), dtype=torch.float64)
+    return metrics[name].double().cpu()
 
 
 class Steps:
@@ -73,10 +100,10 @@ class Steps:
     ) -> Result:
         """One step, as `Pipe.step` describes it."""
         parts = split_batch(batch, self.microbatches)
-        step, _, factors = self.advance(parts, weights, order, seeds=seeds)
+        step, bound, factors = self.advance(parts, weights, order, seeds=seeds)
         self._accumulate(step.gradients)
         self._write(step.buffers)
-        return Result(step.losses, factors.cpu())
+        return Result(step.losses, factors.cpu(), _metrics(returned(step, bound)))
 
     def advance(
         self,

@@ -16,7 +16,8 @@ from fxpipe.errors import BatchError, CaptureError
 from fxpipe.torch_internals import expression
 from fxpipe.trees import PLAIN, Tree, take_apart
 
-LossFn = Callable[[Any], Tensor]
+Metrics = Mapping[str, Tensor]
+LossFn = Callable[[Any], Tensor | tuple[Tensor, Metrics]]
 Outputs = bool | tuple[str, ...] | Callable[[Any], Any]
 
 
@@ -58,7 +59,8 @@ class Reader:
     """Called with the model's output inside a trace: its tensors, the loss first.
 
     outputs: everything (True), values by name, or what a function makes of the output; where any
-    are wanted, there need not be a loss. returned: what the last call has found.
+    are wanted, there need not be a loss. Where nothing is wanted, the metrics that loss_fn returns
+    beside the loss are the other values. returned: what the last call has found.
     """
 
     def __init__(self, loss_fn: LossFn | None, outputs: Outputs = False) -> None:
@@ -68,11 +70,16 @@ class Reader:
 
     def __call__(self, output: Any) -> tuple[Tensor, ...]:
         """The loss, if there is one, and the other tensors that are wanted."""
-        if not self.outputs:
+        why: str | None = None
+        if self.outputs:
+            loss, why = self._loss(output)
+            picked = self._picked(output)
+        else:
+            loss, picked = pick_loss(output, self.loss_fn)
+        if picked is None and not self.outputs:
             self.returned = LOSS_ONLY
-            return (pick_loss(output, self.loss_fn),)
-        loss, why = self._loss(output)
-        leaves, tree = take_apart(self._picked(output))
+            return () if loss is None else (loss,)
+        leaves, tree = take_apart(picked)
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         place = {key: Place(index) for index, key in enumerate(distinct)}
         names = tree.paths()
@@ -83,7 +90,7 @@ class Reader:
     def _loss(self, output: Any) -> tuple[Tensor | None, str | None]:
         """The loss, or why there is none. A loss function may well fail where labels are absent."""
         try:
-            return pick_loss(output, self.loss_fn), None
+            return pick_loss(output, self.loss_fn)[0], None
         except CaptureError as error:
             return None, str(error)
 
@@ -95,8 +102,21 @@ class Reader:
         return output
 
 
-def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """The scalar loss in what a model returned. Raises CaptureError when there is none."""
+def pick_loss(output: Any, loss_fn: LossFn | None) -> tuple[Tensor, Metrics | None]:
+    """The scalar loss in what a model returned, and the scalars that loss_fn returns beside it.
+    Raises CaptureError when there is no loss."""
+    loss, metrics = _called(output, loss_fn)
+    _check_loss(output, loss)
+    for name, value in (metrics or {}).items():
+        if not isinstance(value, Tensor) or value.dim():
+            raise CaptureError(
+                f"metric {name!r} of loss_fn is {_described(value)}, no tensor of shape (); reduce "
+                "it, or ask for it with pipe.evaluate(outputs=...)"
+            )
+    return loss, metrics
+
+
+def _called(output: Any, loss_fn: LossFn | None) -> tuple[Any, Metrics | None]:
     try:
         loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -104,6 +124,13 @@ def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
             f"loss_fn raised {type(error).__name__}: {error}, on what the model returned, "
             f"{_described(output)}; pass what the loss needs (labels), or mend loss_fn"
         ) from error
+    match loss:
+        case (first, Mapping() as metrics) if loss_fn is not None:
+            return first, metrics
+    return loss, None
+
+
+def _check_loss(output: Any, loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
@@ -114,7 +141,6 @@ def pick_loss(output: Any, loss_fn: LossFn | None) -> Tensor:
             f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
             "or in loss_fn, for example with .mean()"
         )
-    return loss
 
 
 def _described(output: Any) -> str:

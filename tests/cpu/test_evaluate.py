@@ -115,15 +115,31 @@ def nested(labels: bool = True) -> list[dict[str, Any]]:
     return batch
 
 
+def with_metrics(out: Out) -> tuple[Any, dict[str, Tensor]]:
+    """A loss, and numbers that are born on two stages."""
+    metrics = {"early": out.hidden[0].square().mean(), "late": out.logits["text"].argmax(-1).sum()}
+    return out.loss, {**metrics, "same": metrics["early"]}
+
+
 def test_structures_come_back() -> None:
     model, reference = Nested().double(), Nested().double()
     reference.load_state_dict(model.state_dict())
-    pipe = fxpipe.compile(model, nested()[0], ranks=2, backend="local", schedule="nested/1f1b")
-    losses = pipe.step(nested()).losses
-    for mb, loss in zip(nested(), losses, strict=True):
-        eager = reference(**mb).loss
-        (eager / 3).backward()
-        torch.testing.assert_close(loss, eager.detach())
+    pipe = fxpipe.compile(
+        model,
+        nested()[0],
+        ranks=2,
+        backend="local",
+        schedule="nested/1f1b",
+        loss_fn=with_metrics,
+    )
+    result = pipe.step(nested(), order=[2, 0, 1])
+    assert list(result.metrics) == ["early", "late", "same"]
+    for i, mb in enumerate(nested()):
+        loss, metrics = with_metrics(reference(**mb))
+        (loss / 3).backward()
+        torch.testing.assert_close(result.losses[i], loss.detach())
+        for name, value in metrics.items():
+            torch.testing.assert_close(result.metrics[name][i], value.detach().double())
     assert models.worst(model, reference) < 1e-10
     without = pipe.evaluate(nested(labels=False), outputs=True)
     with torch.no_grad():
