@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.training import Run, Setting, Trained, train
+from benchmarks.training import Run, Setting, Trained, said, train
 from benchmarks.zoo import ALL
 
 LOSS_BAR = 1e-6
@@ -53,8 +53,7 @@ def main() -> int:
     given = arguments()
     if given.one:
         torch.set_num_threads(1)
-        steps = settings(given, given.one)
-        print(json.dumps(asdict(train(given.one, ALL[given.one], given.dtype, steps))))
+        print(json.dumps(asdict(_here(given))))
         return 0
     found = []
     print(f"| {HEAD} |\n|{'---|' * (HEAD.count('|') + 1)}", flush=True)
@@ -89,6 +88,14 @@ def settings(given: argparse.Namespace, name: str) -> list[Setting]:
     made = [Setting(s, r) for r, s in product(ranks, given.schedules.split(","))]
     over_gloo = given.gloo and (given.names or name in OVER_GLOO)
     return [*made, GLOO] if over_gloo else made
+
+
+def _here(given: argparse.Namespace) -> Trained:
+    """What this process found of one architecture."""
+    try:
+        return train(given.one, ALL[given.one], given.dtype, settings(given, given.one))
+    except Exception as error:  # eager itself: a capture has left something behind in the model
+        return Trained(given.one, given.dtype, runs=[Run("eager", error=said(error))])
 
 
 def _alone(name: str, given: argparse.Namespace) -> Trained:
