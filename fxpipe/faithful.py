@@ -13,7 +13,11 @@ import numpy
 from torch import nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.torch_internals import data_as_detach, inference_as_no_grad
+from fxpipe.torch_patches import (
+    checkpoints_as_calls,
+    data_as_detach,
+    inference_as_no_grad,
+)
 
 T = TypeVar("T")
 
@@ -27,7 +31,7 @@ def faithful(model: nn.Module, moved: dict[str, int | float]) -> Iterator[None]:
     """
     before = random.getstate(), numpy.random.get_state(legacy=False)
     numbers = _numbers(model)
-    with inference_as_no_grad(), data_as_detach():
+    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls():
         yield
     moved.clear()
     moved.update((k, v) for k, v in _numbers(model).items() if numbers.get(k) != v)

@@ -259,39 +259,3 @@ def calling_line(error: BaseException | None = None) -> str:
         if not is_torch_code(code) and not code.co_filename.startswith(own)
     ]
     return names[-1] if names else "unknown"
-
-
-@contextmanager
-def inference_as_no_grad() -> Iterator[None]:
-    """Inside, `torch.inference_mode` is `torch.no_grad`: export records only the latter."""
-    mode: Any = torch.inference_mode
-    enter, leave = mode.__enter__, mode.__exit__
-
-    def entering(self: Any) -> None:
-        self._instead = torch.no_grad() if self.mode else nullcontext()
-        self._instead.__enter__()
-
-    mode.__enter__ = entering
-    mode.__exit__ = lambda self, *error: self._instead.__exit__(*error)
-    try:
-        yield
-    finally:
-        mode.__enter__, mode.__exit__ = enter, leave
-
-
-@contextmanager
-def data_as_detach() -> Iterator[None]:
-    """Inside, `tensor.data` of a traced tensor is `tensor.detach()`: export loses the former."""
-    original: Any = torch._C.TensorBase.data
-
-    def get(tensor: Tensor) -> Any:
-        return tensor.detach() if is_fake(tensor) else original.__get__(tensor)
-
-    def put(tensor: Tensor, value: Tensor) -> None:
-        original.__set__(tensor, value)
-
-    Tensor.data = property(get, put)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del Tensor.data

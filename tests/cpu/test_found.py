@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.backends.wire import _message, pack, unpack
@@ -87,6 +88,11 @@ def without_autocast(model: Model, x: Tensor) -> Tensor:
         return x + model.adapters[0](x)
 
 
+def checkpoints(model: Model, x: Tensor) -> Tensor:
+    y = checkpoint(model.adapters[0], x, use_reentrant=True)
+    return x + y + checkpoint(model.adapters[0], x.detach(), use_reentrant=True)
+
+
 def data_of_a_value(model: Model, x: Tensor) -> Tensor:
     return x + model.adapters[0](x).data * x
 
@@ -102,6 +108,7 @@ def data_of_a_value(model: Model, x: Tensor) -> Tensor:
         under_inference_mode,
         complex_under_no_grad,
         without_autocast,
+        checkpoints,
         data_of_a_value,
     ],
 )

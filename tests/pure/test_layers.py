@@ -32,6 +32,7 @@ ORDERS = ("given", "scheduler")
 STATE = ("building", "torch_chance", "chance", "updates")
 EXPORT = (
     "torch_functions",
+    "torch_patches",
     "symbols",
     "datasizes",
     "functions",
