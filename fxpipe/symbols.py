@@ -23,6 +23,8 @@ def same_unbacked(before: object, again: object) -> None:
     old, new = take_apart(before)[0], take_apart(again)[0]
     for one, other in zip(old, new, strict=False):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if one.dim() != other.dim():
+                continue
             for size, number in zip(one.shape, other.shape, strict=True):
                 _replace(size, number)
         else:

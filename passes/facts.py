@@ -1,13 +1,14 @@
 """A captured graph, and what the search for its regions asks of it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import sympy
 from torch import fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import aten, data_inputs, spread, work
+from fxpipe.dataflow import arguments, aten, data_inputs, spread, work
 from fxpipe.passes.anchors import Known, recognised
 from fxpipe.passes.chains import find_chains
 
@@ -41,11 +42,18 @@ class Facts:
         return self.captured.state.get(node.name) in self.captured.parameters
 
     def is_token_embedding(self, node: fx.Node) -> bool:
-        if node.target is not aten.embedding.default:
-            return False
-        index = node.args[1]
-        assert isinstance(index, fx.Node)
-        return bool(self.leaves[index] & self.integer_leaves)
+        """Whether a node looks up words: of all tables that are read by an integer input, the
+        largest, beside which positions, tiles and classes are few."""
+        return node in self._lookups and _rows(node) == self._words
+
+    @cached_property
+    def _lookups(self) -> set[fx.Node]:
+        found = [node for node in self.graph.nodes if node.target is aten.embedding.default]
+        return {n for n in found if self.leaves[arguments(n)[1]] & self.integer_leaves}
+
+    @cached_property
+    def _words(self) -> int:
+        return max(map(_rows, self._lookups), default=0)
 
     def has_weights(self, node: fx.Node) -> bool:
         return any(self.is_parameter(source) for source in data_inputs(node))
@@ -60,3 +68,7 @@ class Facts:
     ) -> str | None:
         """What another variant calls the region of these nodes."""
         return recognised(self.known, role, self.parameters(nodes), taken)
+
+
+def _rows(lookup: fx.Node) -> int:
+    return int(arguments(lookup)[0].meta["val"].shape[0])

@@ -6,15 +6,30 @@ after   s = select(x, 1, 0); s2 = fill(s, 0); x2 = select_scatter(x, s2, 1, 0); 
 A stage may then end between a write and a later read of the same storage.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxpipe.dataflow import CUTS_GRADIENT, alias_of, arguments, aten, function, is_in_place, path
+from fxpipe.dataflow import CUTS_GRADIENT, alias_of, arguments, aten, function, is_in_place
 from fxpipe.errors import CaptureError
 from fxpipe.passes.inline_no_grad import NO_GRAD
+from fxpipe.passes.scatters import (
+    APART,
+    SCATTER,
+    counterpart,
+    itself,
+    refusal,
+    rejoined,
+    written_by,
+)
+
+# Operators that give truth values, which an in-place one writes as numbers.
+_TO_BOOL = {
+    aten.eq_, aten.ne_, aten.lt_, aten.le_, aten.gt_, aten.ge_,
+    aten.logical_and_, aten.logical_or_, aten.logical_xor_, aten.logical_not_,
+}  # fmt: skip
 
 
 def functionalise(module: fx.GraphModule) -> fx.GraphModule:
@@ -75,7 +90,7 @@ class _Writer:
     def _again(self, node: fx.Node) -> fx.Node:
         made = self.graph.node_copy(node, self.read)
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
-            made.target = _counterpart(node)
+            made.target = counterpart(node)
         return made
 
     def _root(self, node: fx.Node) -> fx.Node:
@@ -97,9 +112,9 @@ class _Writer:
         return found
 
     def _write(self, node: fx.Node) -> None:
-        target = node.args[0]
+        target = written_by(node)
         if not isinstance(target, fx.Node):
-            raise CaptureError(_refusal(node, "it writes to several tensors at once"))
+            raise CaptureError(refusal(node, "it writes to several tensors at once"))
         target = self.same.get(target, target)
         value = self._value(node, target)
         if node.meta.get(NO_GRAD):
@@ -107,7 +122,7 @@ class _Writer:
             floating = value_of.is_floating_point() or value_of.is_complex()
             if floating and self._is_tracked(target):
                 why = "under no_grad it changes a value that has a gradient; use x = x.detach()"
-                raise CaptureError(_refusal(node, why))
+                raise CaptureError(refusal(node, why))
             value = self._call(aten.detach.default, (value,), node) if floating else value
         elif self._has_gradient(node):
             self.tracked.add(self._root(target))
@@ -125,11 +140,28 @@ class _Writer:
         if node.target is aten.zero_.default:
             value = self._call(aten.zeros_like.default, args, node)
             return self._over(target, value, node)
-        value = self._call(_counterpart(node), args, node, kwargs)
+        if node.target is aten.fill_diagonal_.default:
+            return self._diagonal(node, args)
+        written = target.meta["val"]
+        if node.kwargs.get("out") is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+            if node.meta["val"].shape != written.shape:
+                raise CaptureError(refusal(node, "it gives its out= another shape"))
+        value = self._call(counterpart(node), args, node, kwargs)
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if _is_tensor(n)}
-        if len(dtypes) > 1:
+        if len(dtypes) > 1 or function(node).overloadpacket in _TO_BOOL:
             value = self._call(aten.to.dtype, (value, target.meta["val"].dtype), node)
         return value
+
+    def _diagonal(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        """A matrix with its diagonal filled; a tall one has none that goes on below."""
+        if args[0].meta["val"].dim() != 2 or True in args[2:]:
+            why = "it fills the diagonal of more than a matrix, or goes on below it"
+            raise CaptureError(refusal(node, why))
+        old = self._call(aten.diagonal.default, args[:1], node)
+        new = self._call(aten.fill.Scalar, (old, args[1]), node)
+        old.meta["val"] = new.meta["val"] = args[0].meta["val"].diagonal()
+        return self._call(aten.diagonal_scatter.default, (args[0], new), node)
 
     def _over(self, target: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
         """All of a tensor replaced: what it was gets a gradient of zeros, which is not None."""
@@ -142,22 +174,33 @@ class _Writer:
         """Give `target` a new value, and with it everything that it is a view of."""
         root = self._root(target)
         if target in self.parent:
-            parent = self.same.get(self.parent[target], self.parent[target])
-            self._store(parent, self._scatter(target, parent, value, write), write)
+            parent = self._parent(target)
+            if parent.target in APART:
+                parts, parent = parent, self._parent(parent)
+                call = rejoined(parts, int(arguments(target)[1]), value, self.read)
+                whole = self._call(*call, write)
+                whole.meta["val"] = parent.meta["val"]
+            else:
+                whole = self._scatter(target, parent, value, write)
+            self._store(parent, whole, write)
         else:
             self.version[root] = self.version.get(root, 0) + 1
         self.env[target] = value
         self.seen[target] = self.version[root]
 
+    def _parent(self, view: fx.Node) -> fx.Node:
+        return self.same.get(self.parent[view], self.parent[view])
+
     def _scatter(self, view: fx.Node, parent: fx.Node, value: fx.Node, write: fx.Node) -> fx.Node:
         """The parent's value with the part that `view` shows replaced."""
-        rule = _SCATTER.get(view.target)
+        rule = SCATTER.get(view.target)
         if view.target is aten.detach.default and not self._is_tracked(parent):
-            rule = _itself
-        if rule is None:
+            rule = itself
+        call = None if rule is None else rule(view, self.read(parent), value, self.read)
+        if call is None:
             why = f"it writes through {view.target}, and fxpipe cannot write its result back"
-            raise CaptureError(_refusal(write, why))
-        result = self._call(*rule(view, self.read(parent), value, self.read), write)
+            raise CaptureError(refusal(write, why))
+        result = self._call(*call, write)
         result.meta["val"] = parent.meta["val"]
         return result
 
@@ -175,95 +218,3 @@ class _Writer:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
-
-
-def _counterpart(node: fx.Node) -> Callable[..., Any]:
-    """The operator that makes a new tensor, or a view, of what `node` does in place."""
-    name = function(node).overloadpacket.__name__.removesuffix("_")
-    packet = getattr(aten, name, None) if function(node).namespace == "aten" else None
-    overload: Any = getattr(packet, function(node)._overloadname, None)
-    if overload is None or overload._schema.is_mutable or name in ("resize", "set"):
-        raise CaptureError(_refusal(node, "it has no counterpart that makes a new tensor"))
-    return overload  # type: ignore[no-any-return]
-
-
-def _refusal(node: fx.Node, why: str) -> str:
-    lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
-    where = " ".join(line.strip() for line in lines[-2:]) or node.format_node()
-    return (
-        f"module {path(node) or '(the model itself)'}: the in-place operator {node.target} "
-        f"({where}) cannot become a value: {why}. Write it out of place: y = x * 2 for x.mul_(2), "
-        "torch.where for a masked write"
-    )
-
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-Reader = Callable[[fx.Node], fx.Node]
-
-
-def _rest(view: fx.Node, read: Reader) -> tuple[Any, ...]:
-    rest: tuple[Any, ...] = fx.node.map_arg(tuple(view.args[1:]), read)
-    return rest
-
-
-def _by(scatter: Callable[..., Any]) -> Callable[..., Call]:
-    """The scatter operator that takes the view's own arguments."""
-    return lambda view, base, value, read: (scatter, (base, value, *_rest(view, read)))
-
-
-def _same_order(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    return aten.reshape_as.default, (value, base)
-
-
-def _itself(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    return aten.alias.default, (value,)
-
-
-def _swapped(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    return function(view), (value, *_rest(view, read))
-
-
-def _permuted(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    dims = arguments(view)[1]
-    count = len(dims)
-    order = [dim % count for dim in dims]
-    return aten.permute.default, (value, [order.index(dim) for dim in range(count)])
-
-
-_SCATTER: Mapping[Any, Callable[..., Call]] = {
-    aten.slice.Tensor: _by(aten.slice_scatter.default),
-    aten.select.int: _by(aten.select_scatter.default),
-    aten.diagonal.default: _by(aten.diagonal_scatter.default),
-    **dict.fromkeys(
-        [
-            aten.view.default,
-            aten.reshape.default,
-            aten.flatten.using_ints,
-            aten.unflatten.int,
-            aten.unsqueeze.default,
-            aten.squeeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.view_as.default,
-            aten.unsqueeze_.default,
-            aten.squeeze_.default,
-            aten.squeeze_.dim,
-        ],
-        _same_order,
-    ),
-    **dict.fromkeys(
-        [
-            aten.alias.default,
-            aten.contiguous.default,
-            aten.to.dtype,
-            aten.to.dtype_layout,
-            aten.to.device,
-            aten.to.other,
-            aten.type_as.default,
-            aten.dropout.default,
-        ],
-        _itself,
-    ),
-    **dict.fromkeys([aten.transpose.int, aten.t.default], _swapped),
-    aten.permute.default: _permuted,
-}

@@ -63,7 +63,8 @@ STAGES = (
     "roofline",
 )
 REWRITES = tuple(
-    f"passes.{name}" for name in ("functionalise", "inline_no_grad", "loss_terms", "off_meta")
+    f"passes.{name}"
+    for name in ("scatters", "functionalise", "inline_no_grad", "loss_terms", "off_meta")
 )
 ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
 STEP = ("changes", "streams")
