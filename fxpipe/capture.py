@@ -145,11 +145,14 @@ def _captured(
     labels += [(draw.placeholder, False) for draw in drawing]
     module, state = _tidy(functionalise(module), labels)
     module = off_meta(loss_terms(module, returned.count + len(changed)))
-    module, data = find_data_sizes(module, lambda n: state.get(n) not in {*parameters, *changed})
+    holders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    chances = [name for name in holders if name not in state][len(names) :]
+    moving = {*parameters, *changed}
+    module, data = find_data_sizes(
+        module, lambda name: state.get(name) not in moving and name not in chances
+    )
     module, updates = buffer_updates(module, state, changed, trained)
-    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = [node for node in holders if node.name not in state]
-    chances = [node.name for node in inputs[len(names) :]]
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and n.name not in state]
     return Captured(
         graph=module,
         state=state,

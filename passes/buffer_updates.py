@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from fxpipe.dataflow import ASIDE, alias_of, data_inputs, is_in_place
 from fxpipe.errors import CaptureError
+from fxpipe.passes.scatters import written_by
 from fxpipe.sizes import is_ratio, is_size, ratios_behind
 from fxpipe.torch_internals import expression, is_unbacked
 from fxpipe.updates import Recipe, Updates
@@ -36,7 +37,7 @@ def changed_state(
     label = dict(zip(holders, labels, strict=True))
     found: dict[str, None] = {}
     for node in module.graph.nodes:
-        first = node.args[0] if node.args and is_in_place(node) else None
+        first = written_by(node) if is_in_place(node) else None
         while isinstance(first, fx.Node) and first not in label:
             first = alias_of(first)
         if isinstance(first, fx.Node):

@@ -1,7 +1,8 @@
 """A captured graph, and what the search for its regions asks of it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 
 import sympy
 from torch import fx
@@ -57,6 +58,10 @@ class Facts:
 
     def has_weights(self, node: fx.Node) -> bool:
         return any(self.is_parameter(source) for source in data_inputs(node))
+
+    def encoded(self, nodes: Iterable[fx.Node]) -> int:
+        """The float inputs that nodes are computed from, as bits."""
+        return reduce(or_, (self.leaves[node] for node in nodes), 0) & self.float_leaves
 
     def parameters(self, nodes: Iterable[fx.Node]) -> frozenset[str]:
         """The names of the parameters that nodes read."""

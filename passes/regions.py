@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import behind, calls, data_inputs, is_random, path
+from fxpipe.dataflow import behind, calls, data_inputs, is_random, is_view, path
 from fxpipe.errors import RegionError
 from fxpipe.passes.anchors import Anchor, Known
 from fxpipe.passes.facts import Facts
@@ -159,9 +159,12 @@ class _Growth:
         """What is computed after the backbone for one generator alone belongs to the generator,
         from the first weights on: a selection of hidden states stays, so that less crosses."""
         of, mine = self.of, self._for_one_generator()
+        weighted = [node for node in mine if self.facts.has_weights(node)]
+        modules = set(map(path, weighted)) - {""}
         weighed: set[fx.Node] = set()
         for node, owner in mine.items():
-            if self.facts.has_weights(node) or any(n in weighed for n in data_inputs(node)):
+            beside = path(node) in modules and not is_view(node)
+            if node in weighted or beside or any(n in weighed for n in data_inputs(node)):
                 weighed.add(node)
                 of[node] = owner
                 self.why[node] = f"only {owner[0]} uses it"

@@ -64,7 +64,7 @@ def found_seeds(facts: Facts) -> Seeds:
     before = [c for c in others if c not in after and not _serves(facts, c, after or alone, core)]
     late: list[Sequence[fx.Node]] = []  # generators of a microbatch that does not run the backbone
     seeds = Seeds({}, {}, backbone.blocks)
-    for group in _merged(before, core):
+    for group in _merged(facts, before, core):
         nodes = [n for chain in group for n in chain.nodes]
         if not core and facts.recognised(Role.GENERATOR, nodes):
             late.append(nodes)
@@ -76,7 +76,7 @@ def found_seeds(facts: Facts) -> Seeds:
     seeds.roles[BACKBONE] = Role.BACKBONE
     seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
     seeds.why.update(dict.fromkeys(backbone.nodes, f"block of {backbone.parent}"))
-    late += _generators(facts, core, downstream, _merged(after, set()))
+    late += _generators(facts, core, downstream, _merged(facts, after, set()))
     for generator in late:
         _add(facts, seeds, Role.GENERATOR, generator)
     return seeds
@@ -109,8 +109,9 @@ def _serves(facts: Facts, chain: Chain, after: Sequence[Chain], core: set[fx.Nod
     return small and bool(reached & served) and not reached & core
 
 
-def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
-    """Chains joined where one's results reach the rest of the model only through the next."""
+def _merged(facts: Facts, chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
+    """Chains joined where one's results reach the rest of the model only through the next, or
+    where both encode the same inputs: layers of one tower of which several feed the backbone."""
     groups: list[list[Chain]] = []
     for chain in reversed(chains):
         for group in groups:
@@ -121,7 +122,10 @@ def _merged(chains: Sequence[Chain], core: set[fx.Node]) -> list[list[Chain]]:
                 for node in inside
                 for source in data_inputs(node)
             )
-            if feeds and not (reached & core) and not any(n.op == "output" for n in reached):
+            through = not (reached & core) and not any(n.op == "output" for n in reached)
+            inputs = facts.encoded(chain.nodes)
+            alike = bool(core) and inputs > 0 and inputs == facts.encoded(inside)
+            if feeds and (through or alike):
                 group.insert(0, chain)
                 break
         else:
