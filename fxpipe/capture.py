@@ -145,19 +145,17 @@ def _captured(
     labels += [(draw.placeholder, False) for draw in drawing]
     module, state = _tidy(functionalise(module), labels)
     module = off_meta(loss_terms(module, returned.count + len(changed)))
-    holders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    chances = [name for name in holders if name not in state][len(names) :]
-    moving = {*parameters, *changed}
-    module, data = find_data_sizes(
-        module, lambda name: state.get(name) not in moving and name not in chances
-    )
+    chances = [node.name for node in _inputs(module, state)[len(names) :]]
+    moving = {h for h, name in state.items() if name in parameters or name in changed}
+    module, data = find_data_sizes(module, {*chances, *moving})
     module, updates = buffer_updates(module, state, changed, trained)
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and n.name not in state]
     return Captured(
         graph=module,
         state=state,
         constants=constants,
-        leaves=tuple(_leaf(name, node) for name, node in zip(names, inputs, strict=False)),
+        leaves=tuple(
+            _leaf(name, node) for name, node in zip(names, _inputs(module, state), strict=False)
+        ),
         structure=structure,
         fixed=fixed,
         data=data,
@@ -170,6 +168,11 @@ def _captured(
         updates=updates,
         draws=placed(drawing, chances, data.symbols),
     )
+
+
+def _inputs(module: fx.GraphModule, state: Mapping[str, str]) -> list[fx.Node]:
+    """The placeholders of what a microbatch has, and then of what is drawn for it."""
+    return [n for n in module.graph.nodes if n.op == "placeholder" and n.name not in state]
 
 
 def _labels(

@@ -5,7 +5,7 @@ the inputs, and not from weights, activations or chance, each rank computes it f
 step, from a small part of the graph; then it is a size like any other.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -133,14 +133,14 @@ def _pairs(value: Any, made: Any) -> Iterable[tuple[sympy.Basic, Any]]:
 
 
 def find_data_sizes(
-    module: fx.GraphModule, given: Callable[[str], bool]
+    module: fx.GraphModule, moving: Collection[str]
 ) -> tuple[fx.GraphModule, DataSizes]:
     """The graph without asserts on sizes that follow from a microbatch's data; and these sizes.
 
-    given: whether a placeholder's tensor is the same on every rank before a step. The asserts
+    moving: the placeholders of tensors that no rank knows before a step. The asserts
     are among the steps, and checked before anything runs.
     """
-    search = _Search(given)
+    search = _Search(moving)
     for node in module.graph.nodes:
         search.visit(node)
     if not search.symbols:
@@ -167,15 +167,15 @@ def find_data_sizes(
 class _Search:
     """Which nodes' values are known from the inputs, and which symbols they define."""
 
-    def __init__(self, given: Callable[[str], bool]) -> None:
-        self.given = given
+    def __init__(self, moving: Collection[str]) -> None:
+        self.moving = moving
         self.known: set[fx.Node] = set()
         self.symbols: set[sympy.Symbol] = set()
         self.met: set[sympy.Symbol] = set()
         self.defines: dict[fx.Node, tuple[sympy.Symbol, ...]] = {}
 
     def visit(self, node: fx.Node) -> None:
-        if node.op == "placeholder" and self.given(node.name):
+        if node.op == "placeholder" and node.name not in self.moving:
             self.known.add(node)
         if node.op != "call_function" or is_random(node):
             return
