@@ -153,9 +153,7 @@ def _captured(
         graph=module,
         state=state,
         constants=constants,
-        leaves=tuple(
-            _leaf(name, node) for name, node in zip(names, _inputs(module, state), strict=False)
-        ),
+        leaves=tuple(map(_leaf, names, _inputs(module, state))),
         structure=structure,
         fixed=fixed,
         data=data,
