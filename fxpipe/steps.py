@@ -115,6 +115,7 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
         written."""
+        _refuse_meta(self._variants.device)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         if len(self._backend.mine) < self._backend.ranks:
@@ -124,7 +125,7 @@ class Steps:
         bound = []
         for number, i in enumerate(order):
             fit, lowered = fits[i], self._variants[fits[i].number]
-            if self._device.type != "meta" and any(tensor.is_meta for tensor in fit.tensors):
+            if any(tensor.is_meta for tensor in fit.tensors):
                 raise BatchError(f"microbatch {i} is on the meta device, so there is no data in it")
             bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
         self.microbatches = self.microbatches or len(parts)
@@ -218,3 +219,12 @@ def _checked(seeds: Sequence[int] | None, count: int) -> Sequence[int] | None:
             f"seeds has {len(seeds)} numbers; expected one for each of {count} microbatches"
         )
     return seeds
+
+
+def _refuse_meta(device: torch.device) -> None:
+    if device.type == "meta":
+        raise BatchError(
+            "the model is on the meta device: it has no numbers, so it compiles and cannot run. "
+            "Give it memory first, for example with model.to_empty(device='cpu'), and load its "
+            "weights"
+        )

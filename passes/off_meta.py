@@ -25,14 +25,18 @@ def off_meta(module: fx.GraphModule) -> fx.GraphModule:
     with fake_mode(holders):
         for node in module.graph.nodes:
             env[node] = made = graph.node_copy(node, env.__getitem__)
-            made.args = fx.node.map_aggregate(made.args, _moved)
-            made.kwargs = fx.node.map_aggregate(made.kwargs, _moved)
+            made.args = fx.node.map_aggregate(made.args, _device)
+            made.kwargs = fx.node.map_aggregate(made.kwargs, _device)
             if "val" in node.meta:
                 made.meta = {**node.meta, "val": map_leaves(_moved, node.meta["val"])}
     return fx.GraphModule(module, graph)
 
 
+def _device(value: Any) -> Any:
+    return CPU if isinstance(value, torch.device) and value == META else value
+
+
 def _moved(value: Any) -> Any:
     if isinstance(value, Tensor) and value.device == META:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
-    return CPU if value == META else value
+    return value

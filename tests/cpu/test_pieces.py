@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import joint, pieces, tracing
+from fxpipe.errors import BatchError
 from fxpipe.roofline import roofline
 from tests import models
 
@@ -98,6 +99,19 @@ def batch(samples: int, length: int) -> models.Microbatch:
     g = torch.Generator().manual_seed(length)
     pixels = torch.randn(samples, 3, WIDTH, generator=g, dtype=torch.float64)
     return {"ids": torch.randint(0, WORDS, (samples, length), generator=g), "pixels": pixels}
+
+
+def test_a_model_without_memory_compiles_and_does_not_run() -> None:
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        pipe = fxpipe.compile(Frozen(), {k: v.to("meta") for k, v in batch(2, 5).items()}, ranks=3)
+    assert pipe.table.cut.ranks == 3
+    assert "blocks.7" in pipe.explain()
+    first = pipe._variants.first
+    assert all(roofline(first).flops.values())
+    assert all(graphs.trained for graphs in pipe.graphs.values())
+    with pytest.raises(BatchError, match="meta"):
+        pipe.step([batch(2, 5)] * 3)
 
 
 def products(graph: torch.fx.GraphModule) -> int:
