@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
-from fxpipe.faithful import faithful
+from fxpipe.faithful import faithful, no_trace_left
 from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
 from fxpipe.wanted import Reader
@@ -148,7 +148,7 @@ def _attempt(
     numbers = range(len(tensors))
     shapes = tuple({} if held and i in held else policy(tensors[i]) for i in numbers)
     whole.real = None if held is None else {number: tensors[number] for number in held}
-    with quiet_failure():
+    with no_trace_left(whole.model), quiet_failure():
         return torch.export.export(whole, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
 
 

@@ -7,19 +7,19 @@ outside torch, or counted in an attribute, differs in the next, and no guard cou
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
 
 import numpy
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.torch_patches import (
-    checkpoints_as_calls,
-    data_as_detach,
-    inference_as_no_grad,
-)
+from fxpipe.torch_internals import is_fake
+from fxpipe.torch_patches import checkpoints_as_calls, data_as_detach, inference_as_no_grad
 
 T = TypeVar("T")
+_NO_PLACES = (Tensor, nn.Module, type, FunctionType, MethodType, str, int, float)
+_DEPTH = 4  # how far below a module values are looked at: an object, its dict, a list in it
 
 
 @contextmanager
@@ -45,6 +45,58 @@ def faithful(model: nn.Module, moved: dict[str, int | float]) -> Iterator[None]:
             f"forward draws from {drawn}: a graph would repeat the first microbatch's number in "
             "every other. Draw it with torch, or outside of the model and pass it as an argument"
         )
+
+
+@contextmanager
+def no_trace_left(model: nn.Module) -> Iterator[None]:
+    """Whatever code puts away inside that has no values (a cache filled by the first call) is taken
+    out again: the model must run as before, and the next trace must fill its cache anew."""
+    held = [(place, place.copy()) for place in _places(model)]
+    try:
+        yield
+    finally:
+        for place, before in held:
+            if _is_traced(place):
+                _restore(place, before)
+
+
+def _restore(place: Any, before: Any) -> None:
+    """Take the traced values out of a dict or a list, which stays the same object."""
+    if isinstance(place, list):
+        place[:] = before
+        return
+    for key in [key for key, value in place.items() if _is_traced(value)]:
+        if key in before:
+            place[key] = before[key]
+        else:
+            del place[key]
+
+
+def _places(model: nn.Module) -> list[Any]:
+    """The attributes of every module and of the plain objects that it holds; dicts and lists."""
+    found: dict[int, Any] = {}
+    stack: list[tuple[object, int]] = [(vars(module), 0) for module in model.modules()]
+    while stack:
+        value, depth = stack.pop()
+        if not isinstance(value, (dict, list)):
+            value = getattr(value, "__dict__", None)
+        if not isinstance(value, (dict, list)) or id(value) in found or depth > _DEPTH:
+            continue
+        found[id(value)] = value
+        items = value.values() if isinstance(value, dict) else value
+        stack += [(item, depth + 1) for item in items if not isinstance(item, _NO_PLACES)]
+    return list(found.values())
+
+
+def _is_traced(value: object, depth: int = 0) -> bool:
+    """Whether a value is, or holds, a tensor without values."""
+    if isinstance(value, Tensor):
+        return is_fake(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)) or depth > _DEPTH:
+        return False
+    return any(_is_traced(item, depth + 1) for item in value)
 
 
 def settled(model: nn.Module, moved: dict[str, int | float], trace: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -226,3 +227,49 @@ def test_what_cannot_be_compared_is_refused() -> None:
     x = torch.zeros(2, 4)
     with pytest.raises(BatchError, match="other is a ndarray"):
         fxpipe.compile(Scaled(), {"x": x, "y": x, "other": numpy.zeros(3)}, ranks=2)
+
+
+class Cache:
+    """Tables that are made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self.tables: list[torch.Tensor] = []
+        self.by_size: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        return torch.tensor([0.5, 1.5, 2.5, 3.5])
+
+    def __call__(self, size: int) -> torch.Tensor:
+        if size not in self.by_size:
+            self.by_size[size] = torch.arange(size).double()
+            self.tables.append(self.by_size[size])
+        return self.by_size[size] + self.offsets
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x + self.cache(x.shape[-1])).relu()
+        return x.square().mean()
+
+
+def test_a_capture_leaves_nothing_in_the_models_caches() -> None:
+    torch.manual_seed(0)
+    model = Cached().double()
+    batch = [{"x": torch.randn(rows, 4).double()} for rows in (2, 3, 2)]
+    pipe = fxpipe.compile(model, batch[0], schedule="1f1b", ranks=2, backend="local")
+    assert not model.cache.tables
+    assert "offsets" not in vars(model.cache)
+    pipe.step(batch)
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    for mb in batch:
+        (model(**mb) / 3).backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
