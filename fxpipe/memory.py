@@ -46,7 +46,8 @@ class Memory:
     def trace(self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None) -> Captured:
         """Capture a model. Raises CaptureError."""
         tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        seen = [name for name, tensor in tensors.items() if has_hooks(tensor)]
+        owners = [*tensors.items(), *model.named_modules()]
+        seen = [name or "the model" for name, owner in owners if has_hooks(owner)]
         self.captures += 1
         with watching_hooks(seen):
             captured = capture(model, microbatch, loss_fn)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -172,9 +172,9 @@ tensor_kind: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 written: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether a tensor's gradient passes through hooks of the user."""
-    return any(getattr(tensor, name, None) for name in _HOOKS)
+def has_hooks(owner: Tensor | nn.Module) -> bool:
+    """Whether the gradient of a tensor, or those of a module, pass through hooks of the user."""
+    return any(getattr(owner, name, None) for name in (*_HOOKS, "_backward_pre_hooks"))
 
 
 @contextmanager

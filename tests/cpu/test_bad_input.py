@@ -37,18 +37,6 @@ class Odd(nn.Module):
         return self.function(x)
 
 
-class Straight(torch.autograd.Function):
-    """Rounds forward, passes gradients straight through: not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def batch(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
     return [{"x": torch.randn(s), "y": torch.randn(s)} for s in shapes or [(4, 6)] * 3]
@@ -62,20 +50,35 @@ def branching(x: Tensor) -> Tensor:
     return x * 2 if x.sum() > 0 else x
 
 
+def casting(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x.T @ x
+
+
 @pytest.mark.parametrize(
     ("odd", "error", "words"),
     [
+        (casting, errors.CaptureError, r"module odd.*torch.autocast\('cpu'"),
         (branching, errors.CaptureError, "module odd .*test_bad_input.py.*torch.where"),
-        (Straight.apply, errors.CaptureError, "Straight .*torch.library.custom_op"),
         (lambda x: x + x.new_tensor([float(x.sum())]), errors.CaptureError, "module odd"),
     ],
-    ids=["branch", "autograd function", "item"],
+    ids=["autocast", "branch", "item"],
 )
 def test_untraceable(odd: Any, error: type[Exception], words: str) -> None:
     model = Small(odd)
     with pytest.raises(error, match=words):
         fxpipe.compile(model, batch()[0], ranks=2)
     assert no_gradient(model)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hooks_of_modules(register: str) -> None:
+    model = Small()
+    getattr(model.layers[0], register)(lambda *args: None)
+    with pytest.raises(errors.CaptureError, match=r"layers.0 has a hook on its gradient"):
+        fxpipe.compile(model, batch()[0], ranks=2)
 
 
 @pytest.mark.parametrize("loss_fn", [None, lambda out: out["loss"].expand(3)])
