@@ -12,7 +12,7 @@ from tests.fuzz.spec import Encoder, Generator, Run, Spec, smaller
 
 
 @settings(
-    max_examples=12,
+    max_examples=9,
     deadline=None,
     derandomize=True,
     database=None,

@@ -1,4 +1,4 @@
-"""Many random models: python -m tests.fuzz --models 2000 --seed 1 [--spec 'Spec(...)']
+"""Many random models: python -m tests.fuzz --models 2000 --seed 1 --jobs 2 [--spec 'Spec(...)']
 
 Prints every model that is not right as it is found, and at the end how many were right, refused
 (by kind of message), wrong, or did not end. `--smaller` makes each wrong one as small as can be.
@@ -8,6 +8,8 @@ import argparse
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import get_context
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -50,14 +52,32 @@ def smallest(spec: Spec, verdict: Verdict) -> Spec:
     return spec
 
 
-def hunt(models: int, start: int, shrink: bool) -> Counter[tuple[str, str]]:
+def _judged(models: int, start: int, jobs: int) -> Iterator[tuple[Spec, Verdict]]:
+    """Each spec with its verdict, in order; in so many processes."""
+    numbers = range(start * 1_000_000, start * 1_000_000 + models)
+    if jobs == 1:
+        yield from map(_judge, numbers)
+    else:
+        with get_context("spawn").Pool(jobs, _quiet, maxtasksperchild=200) as pool:
+            yield from pool.imap(_judge, numbers)
+
+
+def _judge(number: int) -> tuple[Spec, Verdict]:
+    spec = drawn(number)
+    return spec, judge(spec)
+
+
+def _quiet() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+
+def hunt(models: int, start: int, shrink: bool, jobs: int = 1) -> Counter[tuple[str, str]]:
     """Judge random models; what is found, by kind."""
     counts: Counter[tuple[str, str]] = Counter()
     begun = time.perf_counter()
 
-    for number in range(models):
-        spec = drawn(start * 1_000_000 + number)
-        verdict = judge(spec)
+    for number, (spec, verdict) in enumerate(_judged(models, start, jobs)):
         key = verdict.kind, verdict.about
         counts[key] += 1
         if verdict.kind not in (RIGHT, INVALID) and (counts[key] <= 2 or verdict.kind in BAD):
@@ -83,11 +103,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--smaller", action="store_true")
     parser.add_argument("--spec", help="judge this one model")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    _quiet()
     if args.spec:
         spec = eval(args.spec, vars(specs_module))
         verdict = judge(spec)
@@ -95,7 +115,7 @@ def main() -> None:
         if args.smaller:
             print(smallest(spec, verdict))
         return
-    print(report(hunt(args.models, args.seed, args.smaller)))
+    print(report(hunt(args.models, args.seed, args.smaller, args.jobs)))
 
 
 if __name__ == "__main__":
