@@ -18,6 +18,7 @@ from fxpipe.chance import Draw
 from fxpipe.cut import Kind, Seam
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
+from fxpipe.solving import solved
 from fxpipe.trees import same_value
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
     changed = _changed(captured, tensors, fixed)
     if changed:
         return changed
-    symbols, sizes = solve(captured.leaves, [tensor for _, tensor in tensors])
+    symbols, sizes = solved(captured, [tensor for _, tensor in tensors])
     for leaf, dim, expr, size in sizes:
         if expr.free_symbols - set(symbols) or int(expr.xreplace(symbols)) != size:
             return f"dimension {dim} of {leaf.name} is {size}; this graph was traced for {expr}"
@@ -129,33 +130,11 @@ def with_data(
     return found
 
 
-def solve(
-    leaves: Sequence[Leaf], tensors: Sequence[Tensor]
-) -> tuple[dict[sympy.Symbol, sympy.Integer], list[tuple[Leaf, int, sympy.Expr, int]]]:
-    """The symbols' values from the tensors' sizes, and every (leaf, dim, expression, size)."""
-    sizes = [
-        (leaf, dim, expr, tensor.shape[dim])
-        for leaf, tensor in zip(leaves, tensors, strict=True)
-        for dim, expr in enumerate(leaf.shape)
-    ]
-    symbols = {
-        expr: sympy.Integer(size) for _, _, expr, size in sizes if isinstance(expr, sympy.Symbol)
-    }
-    for _, _, expr, size in sizes:
-        unknown = expr.xreplace(symbols).free_symbols
-        if len(unknown) == 1:
-            symbol = unknown.pop()
-            answers = sympy.solve(expr.xreplace(symbols) - size, symbol)
-            if len(answers) == 1 and answers[0].is_integer:
-                symbols[symbol] = sympy.Integer(answers[0])
-    return symbols, sizes
-
-
 class Sizes:
     """The symbols of a variant for one set of shapes, and every size that follows from them."""
 
     def __init__(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
-        self.symbols: Mapping[sympy.Symbol, sympy.Integer] = solve(captured.leaves, tensors)[0]
+        self.symbols: Mapping[sympy.Symbol, sympy.Integer] = solved(captured, tensors)[0]
         self._with: dict[tuple[sympy.Integer, ...], Sizes] = {}
         self._known: dict[sympy.Expr, int] = {}
         self._specs: dict[tuple[str, str, Kind], tuple[Spec, ...]] = {}

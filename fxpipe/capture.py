@@ -8,7 +8,7 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch.export.graph_signature import InputKind
 from fxpipe.chance import Draw, placed
 from fxpipe.dataflow import arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
+from fxpipe.errors import CaptureError
 from fxpipe.exporting import Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
+from fxpipe.opaque import Prefix
 from fxpipe.passes.buffer_updates import buffer_updates, changed_state, returning
 from fxpipe.passes.draws import draws
 from fxpipe.passes.functionalise import functionalise
@@ -51,6 +53,7 @@ class Captured:
     constants: tensors made while it was traced, by the name in `state`; ranges: sizes of a symbol
     leaves: the tensors of a microbatch; fixed: its other values, which must repeat
     data: how sizes that depend on a microbatch's data are found before a step
+    prefix, crossing: where the first stage runs the model's own code, what it is and what it makes
     values: the tensors whose values must repeat too, because Python reads them; reads: and where
     parameters: names of all parameters; trained: those with `requires_grad`
     updates: what forward does to buffers; draws: operators that draw random numbers, in order
@@ -71,6 +74,8 @@ class Captured:
     returned: Returned = LOSS_ONLY
     updates: Updates | None = None
     draws: tuple[Draw, ...] = ()
+    prefix: Prefix | None = None
+    crossing: tuple[Leaf, ...] = ()
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -123,19 +128,30 @@ def capture(
         leaves = apart([tensor for _, tensor in tensors])
         exported = settled(model, whole.moved, lambda: export(whole, leaves))
     names = [name for name, _ in tensors]
-    found = _captured(model, exported, names, fixed, structure, reader.returned)
+    found = captured_of(model, exported, (names, fixed, structure), reader.returned)
     return found if train else replace(found, trained=frozenset())
 
 
-def _captured(
+def refuse_hooks(seen: Sequence[str]) -> None:
+    """Raises CaptureError if there is a hook on a gradient, where no gradient passes by it."""
+    if seen:
+        raise CaptureError(
+            f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
+            "gradients after step(), or write the change of a gradient as an operator with "
+            "torch.library.custom_op and register_autograd"
+        )
+
+
+def captured_of(
     model: nn.Module,
     traced: Traced,
-    names: Sequence[str],
-    fixed: tuple[tuple[str, object], ...],
-    structure: Any,
+    taken: tuple[Sequence[str], tuple[tuple[str, object], ...], Any],
     returned: Returned,
+    unknown: Sequence[str] = (),
 ) -> Captured:
-    exported = traced.program
+    """What an exported model is. taken: names of its inputs, other values and structure of the
+    microbatch; unknown: the inputs whose values only one rank has."""
+    (names, fixed, structure), exported = taken, traced.program
     labels, constants = _labels(model, exported, names)
     parameters = dict(model.named_parameters())
     trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
@@ -146,8 +162,8 @@ def _captured(
     module, state = _tidy(functionalise(module), labels)
     module = off_meta(loss_terms(module, returned.count + len(changed)))
     chances = [node.name for node in _inputs(module, state)[len(names) :]]
-    moving = {h for h, name in state.items() if name in parameters or name in changed}
-    module, data = find_data_sizes(module, {*chances, *moving})
+    moving = {*chances, *_varying(state, {*parameters, *changed}, unknown)}
+    module, data = find_data_sizes(module, moving)
     module, updates = buffer_updates(module, state, changed, trained)
     return Captured(
         graph=module,
@@ -171,6 +187,11 @@ def _captured(
 def _inputs(module: fx.GraphModule, state: Mapping[str, str]) -> list[fx.Node]:
     """The placeholders of what a microbatch has, and then of what is drawn for it."""
     return [n for n in module.graph.nodes if n.op == "placeholder" and n.name not in state]
+
+
+def _varying(state: Mapping[str, str], names: Set[str], unknown: Sequence[str]) -> set[str]:
+    """The inputs whose values a rank cannot know before a step."""
+    return {n for n, name in state.items() if name in names} | set(map(_placeholder, unknown))
 
 
 def _labels(
@@ -232,7 +253,7 @@ def _tidy(
             if is_state and name in first:
                 env[node] = first[name]
                 continue
-            env[node] = graph.placeholder(re.sub(r"\W+", "_", f"p_{name}" if is_state else name))
+            env[node] = graph.placeholder(_placeholder(f"p_{name}" if is_state else name))
             env[node].meta = dict(node.meta)
             if is_state:
                 first[name] = env[node]
@@ -242,3 +263,7 @@ def _tidy(
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
+
+
+def _placeholder(name: str) -> str:
+    return re.sub(r"\W+", "_", name)

@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import CaptureError
+from fxpipe.frames import calling_line
 from fxpipe.torch_internals import (
     DataDependentError,
-    calling_line,
     is_fake,
     is_mapped,
     map_leaves,
     storage_of,
     unbacked_symbols,
-    untraced,
 )
+from fxpipe.torch_modes import untraced
 
 UNKNOWN = -1  # the origin of what no leaf's value decides: parameters, buffers, chance
 Origins = frozenset[int]

@@ -197,7 +197,10 @@ def flops(node: fx.Node, shape: Callable[[Tensor], Sequence[Any]]) -> Any:
     """Floating-point operations of a node: a number or an expression, as `shape` gives sizes.
 
     Two for each product that is summed up; everything else counts one for each element it makes.
+    A node that stands for a whole stage knows its number.
     """
+    if "flops" in node.meta:
+        return node.meta["flops"]
     tensors = tensors_of(node)
     if is_item(node) or not tensors:
         return 0

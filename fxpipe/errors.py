@@ -9,6 +9,10 @@ class CaptureError(FxpipeError):
     """The model could not be traced into one graph; names module, line and construct."""
 
 
+class ReadError(CaptureError):
+    """Python reads values of the input for which no graph can hold."""
+
+
 class RegionError(FxpipeError):
     """Regions could not be found, or the user's `regions=` do not fit the model."""
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
-from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
 from fxpipe.faithful import faithful, no_trace_left
+from fxpipe.frames import calling_line, is_torch_code
 from fxpipe.inputs import rebuild
-from fxpipe.torch_internals import DataDependentError, is_torch_code, quiet_failure
+from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
 Policy = Callable[[Tensor], dict[int, Any]]
@@ -103,7 +104,7 @@ def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
     failure: Exception | None = None
     held: frozenset[int] | None = None
     reads: tuple[str, ...] = ()
-    for policy in (_all_dims, _integer_dims, _first_dims, _no_dims):
+    for policy in _POLICIES:
         try:
             program, held, found = _with_values(whole, tensors, policy, held)
         except (FxpipeError, NeedsValuesError) as error:
@@ -117,7 +118,8 @@ def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
     if isinstance(failure, FxpipeError):
         raise failure
     assert failure is not None
-    raise CaptureError(_explain(whole.model, failure)) from failure
+    kind = ReadError if isinstance(failure, NeedsValuesError) else CaptureError
+    raise kind(_explain(whole.model, failure)) from failure
 
 
 def _with_values(
@@ -131,9 +133,9 @@ def _with_values(
     while True:
         try:
             return _attempt(whole, tensors, policy, held), held, reads
-        except DataDependentError:
+        except DataDependentError as error:
             if held is not None:
-                raise
+                raise NeedsValuesError(frozenset(), calling_line(error)) from error
             held = frozenset()
         except NeedsValuesError as error:
             if held is None or not _can_hold(error.leaves - held, tensors):
@@ -148,8 +150,28 @@ def _attempt(
     numbers = range(len(tensors))
     shapes = tuple({} if held and i in held else policy(tensors[i]) for i in numbers)
     whole.real = None if held is None else {number: tensors[number] for number in held}
-    with no_trace_left(whole.model), quiet_failure():
-        return torch.export.export(whole, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
+    with no_trace_left(whole.model):
+        return _exported(whole, tensors, shapes)
+
+
+def export_symbolic(module: nn.Module, tensors: Sequence[Tensor]) -> ExportedProgram:
+    """Export with as many symbolic dimensions as a module allows, and without any values."""
+    failures: list[Exception] = []
+    for policy in _POLICIES:
+        try:
+            return _exported(module, tensors, tuple(map(policy, tensors)))
+        except (FxpipeError, DataDependentError):
+            raise
+        except Exception as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _exported(
+    module: nn.Module, tensors: Sequence[Tensor], shapes: tuple[dict[int, Any], ...]
+) -> ExportedProgram:
+    with quiet_failure():
+        return torch.export.export(module, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
 
 
 def _can_hold(leaves: frozenset[int], tensors: Sequence[Tensor]) -> bool:
@@ -176,6 +198,9 @@ def _first_dims(tensor: Tensor) -> dict[int, Any]:
 
 def _no_dims(tensor: Tensor) -> dict[int, Any]:
     return {}
+
+
+_POLICIES: tuple[Policy, ...] = (_all_dims, _integer_dims, _first_dims, _no_dims)
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

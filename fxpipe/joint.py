@@ -9,6 +9,7 @@ at any later time (zero-bubble splitting, without a notion of layers). Where no 
 gradient there is no B, and W does it all.
 """
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from fxpipe.capture import Captured
 from fxpipe.copying import Ends, Joint, Parts
 from fxpipe.cut import Kind
 from fxpipe.dataflow import CUTS_GRADIENT
+from fxpipe.opaque_joint import is_opaque, opaque_joint
 from fxpipe.partition import partition
 from fxpipe.passes.draws import check_seeded
 from fxpipe.pieces import cut_into_pieces
@@ -93,10 +95,13 @@ def differentiate(
                 if pair[0] == name
                 for value in values
             ]
-            trace = StageTrace(captured, stages, name, pieces[name], wanted, needs, tracer)
-            joint = trace.joint()
-            check_seeded(joint.graph.graph, f"stage {name}")
-            returned = trace.returned(joint)
+            if is_opaque(stages[name]):
+                joint, returned = opaque_joint(captured, stages[name], wanted, mode), set[str]()
+            else:
+                trace = StageTrace(captured, stages, name, pieces[name], wanted, needs, tracer)
+                joint = trace.joint()
+                check_seeded(joint.graph.graph, f"stage {name}")
+                returned = trace.returned(joint)
             for pair in stages.links:
                 if pair[1] == name:
                     grads[pair] = tuple(v for v in stages.links[pair] if v in returned)
@@ -124,6 +129,9 @@ def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
         value = node.meta.get("val")
         if node.op == "placeholder" and captured.state.get(node.name) in captured.trained:
             needs.add(node)
+        elif "prefix" in node.meta and node.target is operator.getitem:
+            number, prefix = node.args[1], node.meta["prefix"]
+            needs |= {node} if prefix.reach[number] else set()
         elif node.op == "call_function" and node.target not in CUTS_GRADIENT:
             floats = (
                 not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()

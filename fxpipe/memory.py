@@ -2,18 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from fxpipe.bind import mismatch, unfit
-from fxpipe.capture import Captured, capture
-from fxpipe.errors import CaptureError
 from fxpipe.inputs import Microbatch
 from fxpipe.lower import Lowered, Seen, moved, restaged
 from fxpipe.mode import Mode
 from fxpipe.passes.anchors import Known
 from fxpipe.scheduler import Scheduler
-from fxpipe.torch_internals import has_hooks, watching_hooks
-from fxpipe.wanted import LossFn
 
 SIZE = 64  # variants
 
@@ -43,22 +37,6 @@ class Memory:
         self.lowered = [*others, (mode, lowered)][-SIZE:]
         self.regions = seen.also(lowered).names
 
-    def trace(self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None) -> Captured:
-        """Capture a model. Raises CaptureError."""
-        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        owners = [*tensors.items(), *model.named_modules()]
-        seen = [name or "the model" for name, owner in owners if has_hooks(owner)]
-        self.captures += 1
-        with watching_hooks(seen):
-            captured = capture(model, microbatch, loss_fn)
-        if seen:
-            raise CaptureError(
-                f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
-                "gradients after step(), or write the change of a gradient as an operator with "
-                "torch.library.custom_op and register_autograd"
-            )
-        return captured
-
     def rename(self, before: Mode, after: Mode) -> None:
         """One mode has turned out to be another."""
         self.lowered = [(after if mode == before else mode, low) for mode, low in self.lowered]
@@ -67,9 +45,10 @@ class Memory:
         self, mode: Mode, microbatch: Microbatch, scheduler: Scheduler, ranks: int, seen: Seen
     ) -> Lowered | None:
         """The variant that runs a microbatch, for a schedule; None if there is none."""
-        found = [
-            known for m, known in reversed(self.lowered) if m == mode and fits(known, microbatch)
-        ]
+        same = [low for m, low in reversed(self.lowered) if m == mode]
+        if any(low.captured.prefix for low in same):  # it serves all values
+            same = [low for low in same if not low.captured.values]
+        found = [low for low in same if fits(low, microbatch)]
         for known in found:
             made = moved(known, scheduler, ranks, seen)
             if made is not None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.opaque import Saved
+
 
 class Meter:
     """What one rank keeps of one stage: units (microbatches) and bytes, each storage once.
@@ -37,7 +39,7 @@ class Meter:
         while self._uncounted:
             kept, feed = self._uncounted.pop()
             seen = _addresses(feed)
-            for storage in [v.untyped_storage() for v in kept if isinstance(v, Tensor)]:
+            for storage in [v.untyped_storage() for v in _tensors(kept)]:
                 address = storage.data_ptr()
                 if address not in self._held and address not in seen:
                     seen.add(address)
@@ -88,6 +90,12 @@ class Kept(list[Any]):
     def __del__(self) -> None:
         self._meter.free(self.storages)
         self._meter.end(self._mb)
+
+
+def _tensors(kept: Sequence[Any]) -> list[Tensor]:
+    """The tensors among kept values, and those that autograd has saved for an opaque stage."""
+    saved = [t for value in kept if isinstance(value, Saved) for t in value.tensors]
+    return [*(value for value in kept if isinstance(value, Tensor)), *saved]
 
 
 def _addresses(values: Sequence[Any]) -> set[int]:

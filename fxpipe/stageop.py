@@ -250,12 +250,14 @@ def placed(bundles: Sequence[Any], at: Places) -> Sequence[Any]:
     return bundles if at is None else [() if i is None else bundles[i] for i in at]
 
 
-def accumulate(grads: Grads, new: Grads) -> Grads:
+def accumulate(grads: Grads, new: Mapping[str, Tensor | None]) -> Grads:
     """`grads` with `new` added in place, as autograd accumulates.
 
     The first gradient of a parameter is copied: it may be a view of a value that others still read.
     """
     for name, grad in new.items():
+        if grad is None:
+            continue  # an opaque stage did not use it for this microbatch
         if name in grads:
             grads[name].add_(grad)
         else:

@@ -1,18 +1,15 @@
 """The torch names in use that are not public API, each behind one function.
 
-Tried on torch 2.13.0. Everything else in fxpipe but torch_functions uses public names only.
+Tried on torch 2.13.0. Beside it, only the modules called torch_... use such names.
 """
 
 import io
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 def fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
@@ -208,17 +204,6 @@ def is_mapped() -> bool:
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
-    """Operators run for real inside this context, whatever traces around it."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch._C._DisablePythonDispatcher(),
-    ):
-        yield
-
-
-@contextmanager
 def quiet_failure() -> Iterator[None]:
     """A failing torch.export writes no whole graph to stderr: its error says what is of use."""
     said = io.StringIO()
@@ -238,24 +223,3 @@ def unbacked_symbols(value: object) -> set[sympy.Symbol]:
     if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_unbacked_symbols(value))
     return set()
-
-
-def is_torch_code(code: CodeType) -> bool:
-    """Whether code is of torch itself."""
-    return code.co_filename.startswith(str(Path(torch.__file__).parent))
-
-
-def calling_line(error: BaseException | None = None) -> str:
-    """`file:line` of the innermost code outside of torch: of an error, or of the caller."""
-    if error is not None:
-        walked = list(traceback.walk_tb(error.__traceback__))
-    else:
-        walked = list(traceback.walk_stack(None))[::-1]
-    own = str(Path(__file__).parent)
-    codes = [(frame.f_code, line) for frame, line in walked]
-    names = [
-        f"{code.co_filename}:{line}"
-        for code, line in codes
-        if not is_torch_code(code) and not code.co_filename.startswith(own)
-    ]
-    return names[-1] if names else "unknown"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Fit, Sizes, mismatch, other_float, with_data
-from fxpipe.capture import Captured, capture
 from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
@@ -25,6 +24,8 @@ from fxpipe.memory import Memory, fits
 from fxpipe.mode import Mode, Watch, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
+from fxpipe.solving import read_by
+from fxpipe.tracer import Tracer
 from fxpipe.union import Union, union
 from fxpipe.wanted import LossFn, Outputs
 
@@ -69,6 +70,7 @@ class Variants:
         self._forward = forward
         self._loss_fn = loss_fn
         self._memory = memory or Memory()
+        self._tracer = Tracer(model, loss_fn, None if forward is None else forward.outputs)
         self._seen = Seen()
         self._union: Union | None = None
         self._names: frozenset[str] = frozenset()
@@ -82,8 +84,8 @@ class Variants:
 
     def forward_only(self, scheduler: Scheduler, forward: ForwardOnly) -> "Variants":
         """The same model for evaluation."""
-        given, loss_fn = self._given, self._loss_fn
-        return Variants(self._model, scheduler, self.ranks, given, loss_fn, None, forward)
+        how = scheduler, self.ranks, self._given, self._loss_fn
+        return Variants(self._model, *how, forward=forward)
 
     def __getitem__(self, number: int) -> Lowered:
         return self.all[number]
@@ -174,7 +176,7 @@ class Variants:
         return fits
 
     def _asks(self, microbatches: Sequence[Microbatch]) -> list[Ask]:
-        held = {name for known in self.all.values() for name in known.captured.values}
+        held = {name for known in self.all.values() for name in read_by(known.captured)}
         return [Ask.of(microbatch, held) for microbatch in microbatches]
 
     def _let_go(self, needed: Collection[int]) -> None:
@@ -222,14 +224,17 @@ class Variants:
         mode = self._watch.mode()
         if mode != self._mode:
             self._mode = mode
-            self.generation += 1
-            self.all, self.graphs, self.state = {}, [], {}
-            self._fits, self._union = {}, None
-            self.refresh()
+            self._tracer.forget()
             names = frozenset(name for name, _ in self._tensors())
             self._memory.follow(names)
-            if names != self._names:
-                self._names, self._seen = names, Seen()
+            self._restart(self._seen if names == self._names else Seen())
+            self._names = names
+
+    def _restart(self, seen: Seen) -> None:
+        self.generation += 1
+        self.all, self.graphs, self.state = {}, [], {}
+        self._fits, self._union, self._seen = {}, None, seen
+        self.refresh()
 
     def _settle_mode(self) -> None:
         """Tracing may set attributes (a cached length): the mode is what it leaves behind."""
@@ -238,6 +243,8 @@ class Variants:
 
     def _add(self, lowered: Lowered) -> int:
         """One more variant. Where it brings regions, the others may have to make room for them."""
+        if lowered.captured.prefix and any(v.captured.values for v in self.all.values()):
+            self._restart(Seen())  # it serves all values, from other stages than those had
         number, seen = len(self.graphs), self._seen.also(lowered)
         both = {number: lowered}
         before = self._union
@@ -274,8 +281,11 @@ class Variants:
         seen = replace(self._seen, names=self._memory.regions)
         found = self._memory.recall(self._mode, microbatch, self.scheduler, self.ranks, seen)
         if found is None:
+            self._memory.captures += 1
+            captured = self._tracer.trace(microbatch)
+            self._settle_mode()
             found = lower(
-                self._captured(microbatch),
+                captured,
                 microbatch,
                 scheduler=self.scheduler,
                 ranks=self.ranks,
@@ -285,12 +295,3 @@ class Variants:
             )
         self._memory.add(self._mode, found, seen)
         return found
-
-    def _captured(self, microbatch: Microbatch) -> Captured:
-        if self._forward is None:
-            captured = self._memory.trace(self._model, microbatch, self._loss_fn)
-        else:
-            outputs = self._forward.outputs
-            captured = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=False)
-        self._settle_mode()
-        return captured

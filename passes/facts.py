@@ -28,6 +28,7 @@ class Facts:
         self.graph = captured.graph.graph
         self.symbols = symbols
         self.chains = find_chains(self.graph)
+        self.opaque = [node for node in self.graph.nodes if "prefix" in node.meta]
         leaves = {leaf.placeholder: 1 << i for i, leaf in enumerate(captured.leaves)}
         self.leaves = spread(
             self.graph, {n: leaves[n.name] for n in self.graph.nodes if n.name in leaves}

@@ -128,7 +128,9 @@ class _Growth:
         colours = self._colours()
         for node in self.nodes:
             if colours[node]:
-                self.of[node] = (self._owner(colours[node]),)
+                opaque = node in self.facts.opaque
+                owner = self.seeds.forced[node] if opaque else self._owner(colours[node])
+                self.of[node] = (owner,)
                 named = sorted(colours[node], key=self.rank.__getitem__)
                 self.why.setdefault(node, f"computed from {', '.join(named)}")
 
@@ -140,7 +142,10 @@ class _Growth:
         near = behind(core, others.__contains__)
         colours: dict[fx.Node, frozenset[str]] = {}
         for node in self.facts.graph.nodes:
-            if node in forced:
+            if node in self.facts.opaque:
+                # Only the model's own code can run there: what is computed from it comes later.
+                colours[node] = frozenset({backbone})
+            elif node in forced:
                 colours[node] = frozenset({forced[node]})
             elif node in near and self.facts.is_token_embedding(node):
                 colours[node] = frozenset({backbone})
@@ -236,6 +241,7 @@ def cheap_nodes(facts: Facts) -> set[fx.Node]:
         known = all(source in cheap for source in sources)
         cone[node] = facts.work([node]) + sum(cone.get(source, 0.0) for source in sources)
         derived = known and not facts.has_weights(node) and not is_random(node)
+        derived = derived and node not in facts.opaque
         if derived and cone[node] <= CHEAP * total:
             cheap.add(node)
     return cheap

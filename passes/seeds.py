@@ -51,10 +51,16 @@ def earlier(seeds: Seeds, region: str, before: str) -> Seeds:
 
 
 def found_seeds(facts: Facts) -> Seeds:
-    """Seeds from the chains of the graph; without any chain, all of it is the backbone."""
+    """Seeds from the chains of the graph; without any chain, all of it is the backbone. What runs
+    the model's own code is an encoder."""
+    seeds = Seeds({}, {}, ())
+    if facts.opaque:
+        _add(facts, seeds, Role.ENCODER, facts.opaque)
+        read = ", ".join(facts.opaque[0].meta["prefix"].lines)
+        seeds.why.update(dict.fromkeys(facts.opaque, f"opaque: values are read at {read}"))
     if not facts.chains:
-        every = dict.fromkeys(calls(facts.graph), BACKBONE)
-        return Seeds({BACKBONE: Role.BACKBONE}, every, ())
+        every = dict.fromkeys(calls(facts.graph), BACKBONE) | seeds.forced
+        return Seeds({**seeds.roles, BACKBONE: Role.BACKBONE}, every, (), seeds.why)
     backbone = _pick_backbone(facts)
     core = set(backbone.nodes)
     downstream = ahead(core, lambda _: False)
@@ -63,7 +69,7 @@ def found_seeds(facts: Facts) -> Seeds:
     alone = [c for c in others if not core and facts.recognised(Role.GENERATOR, c.nodes)]
     before = [c for c in others if c not in after and not _serves(facts, c, after or alone, core)]
     late: list[Sequence[fx.Node]] = []  # generators of a microbatch that does not run the backbone
-    seeds = Seeds({}, {}, backbone.blocks)
+    seeds.blocks = backbone.blocks
     for group in _merged(facts, before, core):
         nodes = [n for chain in group for n in chain.nodes]
         if not core and facts.recognised(Role.GENERATOR, nodes):
@@ -71,7 +77,8 @@ def found_seeds(facts: Facts) -> Seeds:
         else:
             _add(facts, seeds, Role.ENCODER, nodes)
     encoding = behind([n for chain in before for n in chain.nodes], lambda _: False)
-    for stem in _stems(facts, core, {n for chain in others for n in chain.nodes}, encoding):
+    chained = {n for chain in others for n in chain.nodes} | set(facts.opaque)
+    for stem in _stems(facts, core, chained, encoding):
         _add(facts, seeds, Role.ENCODER, stem)
     seeds.roles[BACKBONE] = Role.BACKBONE
     seeds.forced.update(dict.fromkeys(backbone.nodes, BACKBONE))
@@ -250,6 +257,8 @@ def _under(facts: Facts, region: str, modules: Sequence[str]) -> list[fx.Node]:
     found: list[fx.Node] = []
     for name in names:
         nodes = [n for n in calls(facts.graph) if f"{path(n)}.".startswith(f"{name}.")]
+        if not nodes and facts.opaque and not found:
+            nodes = facts.opaque  # the only region whose modules are not in the graph
         if not nodes and not any(n.startswith(f"{name}.") for n in facts.captured.parameters):
             known = sorted({path(n).split(".")[0] for n in calls(facts.graph)} - {""})
             raise RegionError(

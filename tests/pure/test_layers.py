@@ -39,10 +39,17 @@ EXPORT = (
     "concrete",
     "faithful",
     "exporting",
+    "readings",
+    "prefix",
+    "boundary",
+    "history",
+    "opaque",
 )
 CAPTURE = (
     "torch_internals",
     "torch_functions",
+    "torch_modes",
+    "frames",
     "trees",
     "inputs",
     "wanted",
@@ -51,6 +58,7 @@ CAPTURE = (
     *STATE,
     *EXPORT,
     "capture",
+    "rungs",
 )
 WRITES = ("passes.running_statistics", "passes.draws", "passes.buffer_updates")
 STAGES = (
@@ -58,6 +66,7 @@ STAGES = (
     "split",
     "bundles",
     "forwarding",
+    "solving",
     "bind",
     "lower",
     "roofline",
@@ -69,7 +78,8 @@ REWRITES = tuple(
 ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
 STEP = ("changes", "streams")
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
-DIFFERENTIATION = ("copying", "partition", "pieces", "tracing", "strides", "stitching", "joint")
+TRACES = ("tracing", "strides", "stitching", "opaque_joint")
+DIFFERENTIATION = ("copying", "partition", "pieces", *TRACES, "joint")
 LEVELS = (
     ("errors", "cut", "table"),
     (*COSTS, *CHECKS, "trace", *SCHEDULING, *ENGINE, *PLACING, *PLANNING, *SKETCH),
@@ -78,7 +88,7 @@ LEVELS = (
     (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
     ("program", "stageop", "groupop", "delivery", "meter"),
     ("backends", "runtime"),
-    ("", "mode", "union", "memory", "variants", "explain", "steps", "evaluation", "pipe"),
+    ("", "mode", "union", "memory", "tracer", "variants", "explain", "steps", "evaluation", "pipe"),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

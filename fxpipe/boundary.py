@@ -1,0 +1,203 @@
+"""Where a model may be cut in two: the calls of its modules after the last value that Python reads.
+
+A recording run, for real and without a trace of it, lists the calls of modules and the reads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import CaptureError
+from fxpipe.frames import calling_line
+from fxpipe.torch_modes import seen_as_exported
+
+_READS = (
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+)
+_PLAIN = (bool, int, float, str, Tensor)
+Attributes = dict[tuple[str, str], object]
+
+
+@dataclass
+class Visit:
+    """A call of a module: its name, when it began, and the calls inside it."""
+
+    name: str
+    start: int
+    inner: list["Visit"] = field(default_factory=list)
+
+    @property
+    def parent(self) -> str:
+        """The name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def size(self) -> int:
+        """How many calls it holds."""
+        return 1 + sum(visit.size for visit in self.inner)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The calls of a run, and when and where Python read values."""
+
+    root: Visit
+    reads: tuple[tuple[int, str], ...]
+
+
+def boundaries(recording: Recording) -> list[str]:
+    """Modules at whose call the model may be cut, outermost first: of the calls after the last
+    read the one that holds most, then what it calls, down to the first of a chain of blocks."""
+    last = max((time for time, _ in recording.reads), default=-1)
+    seen: set[str] = set()
+    after = [v for v in _outermost(recording.root, last) if v.name not in seen]
+    if not after:
+        return []
+    visit: Visit | None = max(after, key=lambda v: _weight(v, after))
+    found: list[str] = []
+    while visit is not None:
+        found.append(visit.name)
+        visit = None if _is_block(visit) else _next(visit)
+    again = _names_before(recording.root, last)
+    return [name for name in found if name not in again]
+
+
+def _weight(visit: Visit, beside: Sequence[Visit]) -> int:
+    """How many calls it holds; the first of a chain of blocks counts for all of them."""
+    if not _is_block(visit):
+        return visit.size
+    chain = [v for v in beside if _is_block(v) and v.parent == visit.parent]
+    return sum(v.size for v in chain) + 1 if chain[0] is visit else visit.size
+
+
+def _outermost(visit: Visit, last: int) -> list[Visit]:
+    if visit.start > last and visit.name:
+        return [visit]
+    return [found for inner in visit.inner for found in _outermost(inner, last)]
+
+
+def _names_before(visit: Visit, last: int) -> set[str]:
+    """Modules that are called before the last read: their first call is no boundary."""
+    own = {visit.name} if visit.start <= last else set()
+    return own.union(*(_names_before(inner, last) for inner in visit.inner))
+
+
+def _is_block(visit: Visit) -> bool:
+    return visit.name.rpartition(".")[2].isdigit()
+
+
+def _next(visit: Visit) -> Visit | None:
+    blocks = [inner for inner in visit.inner if _is_block(inner)]
+    return blocks[0] if blocks else max(visit.inner, key=lambda v: v.size, default=None)
+
+
+def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
+    """Run a model once, as if it were exported, and note what it calls and reads."""
+    names = {module: name for name, module in model.named_modules()}
+    clock = iter(range(1 << 62))
+    root = Visit("", next(clock))
+    open_calls = [root]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            visit = Visit(names[module], next(clock))
+            open_calls[-1].inner.append(visit)
+            open_calls.append(visit)
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if module in names:
+            open_calls.pop()
+
+    reading = _Reading(clock)
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        with undone(model), torch.no_grad(), seen_as_exported(), reading:
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Recording(root.inner[0] if len(root.inner) == 1 else root, tuple(reading.found))
+
+
+class _Reading(TorchFunctionMode):
+    """Notes when Python takes a value out of a tensor."""
+
+    def __init__(self, clock: Iterator[int]) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+        self._clock = clock
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _READS:
+            self.found.append((next(self._clock), calling_line()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """A run of a model that leaves no trace: random state and attributes are put back; a changed
+    buffer is, too, and is refused. Gives the names of the attributes that have changed."""
+    changed: list[tuple[str, str]] = []
+    buffers = {name: (b, b._version, b.detach().clone()) for name, b in model.named_buffers()}
+    before = plain_attributes(model)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield changed
+        finally:
+            changed += put_back(model, before)
+    for name, (buffer, version, copy) in buffers.items():
+        if buffer._version != version:
+            with torch.no_grad():
+                buffer.copy_(copy)
+            raise CaptureError(
+                f"buffer {name} is changed by forward, and values of the input are read, so that "
+                "the model's own code must run: for batch normalisation, call .eval() on that "
+                "module; update it after the step otherwise"
+            )
+
+
+def plain_attributes(
+    model: nn.Module, names: Sequence[tuple[str, str]] | None = None
+) -> Attributes:
+    """Numbers, strings and tensors that modules hold as attributes; those named, or all."""
+    if names is not None:
+        return {(m, a): vars(model.get_submodule(m)).get(a) for m, a in names}
+    return {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if value is None or isinstance(value, _PLAIN)
+    }
+
+
+def put_back(model: nn.Module, before: Attributes) -> list[tuple[str, str]]:
+    """Give attributes the values that they had; the names of those that had others."""
+    changed = []
+    for (name, attribute), value in before.items():
+        module = model.get_submodule(name)
+        if vars(module).get(attribute, before) is not value:
+            setattr(module, attribute, value)
+            changed.append((name, attribute))
+    return changed

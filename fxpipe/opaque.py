@@ -1,0 +1,274 @@
+"""The opaque stage: what a model does before a boundary, as the model's own Python under autograd.
+
+    forward: (state, leaves) -> (crossing values, Saved)       runs the model up to the boundary
+    pull:    (Saved, gradients of crossing values) -> gradients of the parameters
+
+It differs from a stage that is a graph only in what its nodes call. F keeps the autograd graph.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpipe.boundary import plain_attributes, put_back, undone
+from fxpipe.concrete import Concrete, NeedsValuesError
+from fxpipe.errors import BatchError
+from fxpipe.history import Kept, behind
+from fxpipe.inputs import contents, rebuild
+from fxpipe.prefix import Reached, run_until
+from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
+from fxpipe.trees import take_apart
+
+# Structure of the boundary's arguments, plain values among them, choices made before.
+Form = tuple[Any, tuple[object, ...], tuple[object, ...]]
+Rebuilt = tuple[Any, tuple[tuple[str, object], ...]]
+
+
+class Size(NamedTuple):
+    """A size of a crossing value: that of a leaf's dimension, or the number that it was."""
+
+    number: int
+    leaf: int | None = None
+    dim: int = 0
+
+    def __call__(self, leaves: Sequence[Tensor]) -> int:
+        return self.number if self.leaf is None else leaves[self.leaf].shape[self.dim]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A model up to a boundary, and what it was seen to do with one microbatch.
+
+    rebuilt: what makes arguments of the microbatch's tensors; form: structure and plain values of
+    the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
+    one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
+    behind it; attributes: those of modules that it sets; lines: where it reads values
+    """
+
+    model: nn.Module
+    boundary: str
+    rebuilt: Rebuilt
+    form: Form
+    sources: tuple[int | None, ...]
+    state: tuple[str, ...]
+    reach: tuple[frozenset[str], ...]
+    sizes: tuple[tuple[Size, ...], ...]
+    attributes: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+    flops: int
+    bytes: int
+    draws: bool
+    train: bool
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The trained parameters behind any crossing value."""
+        return frozenset().union(*self.reach)
+
+    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The values that cross. Raises BatchError if they are not what the trace was made for."""
+        before = plain_attributes(self.model, self.attributes)
+        try:
+            reached = run_until(self.model, self.boundary, *rebuild(leaves, *self.rebuilt))
+        finally:
+            put_back(self.model, before)
+        form, sources, crossing = taken_apart(reached, leaves)
+        if (form, sources) != (self.form, self.sources):
+            raise BatchError(
+                f"module {self.boundary} is called with {_shown(form)}; for the microbatch that "
+                f"was traced, it was called with {_shown(self.form)}. Give microbatches whose code "
+                "paths differ different arguments, so that each gets a graph of its own"
+            )
+        return crossing
+
+    def shapes(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """The shapes of what would cross, as every rank alike finds them: from integers' values and
+        the shapes of all else; where code reads floats, by the sizes that were equal when it was
+        traced. F compares them with what it makes."""
+        key = (id(self), *((t.shape, b"" if _is_float(t) else contents(t)) for t in leaves))
+        if key not in _SHAPES:
+            while len(_SHAPES) >= _REMEMBERED:
+                del _SHAPES[next(iter(_SHAPES))]
+            try:
+                _SHAPES[key] = self._without_floats(leaves)
+            except (NeedsValuesError, *DATA_ERRORS):
+                _SHAPES[key] = [tuple(size(leaves) for size in sizes) for sizes in self.sizes]
+        return _SHAPES[key]
+
+    def _without_floats(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        mode = new_fake_mode()
+        tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        state = {name: fake_like(mode, tensor) for name, tensor in tensors.items()}
+        fakes = [fake_like(mode, leaf) for leaf in leaves]
+        real = {number: leaf for number, leaf in enumerate(leaves) if not _is_float(leaf)}
+        concrete = Concrete(fakes, real, state.values())
+        given = concrete.leaves(fakes)
+        args, kwargs = rebuild(given, *self.rebuilt)
+        before = plain_attributes(self.model, self.attributes)
+        try:
+            with torch.no_grad(), mode, concrete:
+                reached = run_until(self.model, self.boundary, args, kwargs, state)
+        finally:
+            put_back(self.model, before)
+        return [tuple(value.shape) for value in taken_apart(reached, given)[2]]
+
+
+# Shapes by prefix, the shapes of its leaves and the values of its integers; the oldest go.
+_SHAPES: dict[object, list[tuple[int, ...]]] = {}
+_REMEMBERED = 4096
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What F keeps of an opaque stage: its results with their history, and what that has saved."""
+
+    results: Sequence[Tensor]
+    tensors: Sequence[Tensor]
+
+
+def taken_apart(
+    reached: Reached, leaves: Sequence[Tensor]
+) -> tuple[Form, tuple[int | None, ...], list[Tensor]]:
+    """(structure, plain values and choices; where each tensor comes from; those that cross)."""
+    values, spec = take_apart(reached.call)
+    own = {id(leaf): number for number, leaf in enumerate(leaves)}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    plain = tuple(_comparable(value) for value in values)
+    sources = tuple(own.get(id(tensor)) for tensor in tensors)
+    crossing = [t for t, source in zip(tensors, sources, strict=True) if source is None]
+    return (spec, plain, reached.choices), sources, crossing
+
+
+def _comparable(value: object) -> object:
+    """Plain values as they are; of a tensor its kind; of another object its class."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    simple = (bool, int, float, str, torch.dtype, torch.device)
+    return (type(value), value) if value is None or isinstance(value, simple) else type(value)
+
+
+def _shown(form: Form) -> str:
+    read = f", after {', '.join(map(str, form[2]))} was read" if form[2] else ""
+    return f"({', '.join(str(value) for value in form[1])}){read}"
+
+
+def measured(
+    model: nn.Module,
+    boundary: str,
+    rebuilt: Rebuilt,
+    leaves: Sequence[Tensor],
+    lines: Sequence[str],
+    train: bool,
+) -> tuple[Prefix, list[Tensor]]:
+    """A prefix, run once without a trace of it, and what crossed."""
+    names = {
+        id(t): name for name, t in reversed([*model.named_parameters(), *model.named_buffers()])
+    }
+    uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
+    state = torch.get_rng_state()
+    with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
+        reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
+        draws = not torch.equal(state, torch.get_rng_state())
+    form, sources, crossing = taken_apart(reached, leaves)
+    reach = tuple(frozenset(names[i] for i in behind([v]) if i in names) for v in crossing)
+    prefix = Prefix(
+        model=model,
+        boundary=boundary,
+        rebuilt=rebuilt,
+        form=form,
+        sources=sources,
+        state=tuple(dict.fromkeys([*uses.found, *sorted(frozenset().union(*reach))])),
+        reach=reach,
+        sizes=tuple(tuple(_size(size, leaves) for size in value.shape) for value in crossing),
+        attributes=tuple(changed),
+        lines=tuple(dict.fromkeys(lines)),
+        flops=flops.get_total_flops(),
+        bytes=kept.bytes,
+        draws=draws,
+        train=train,
+    )
+    return prefix, crossing
+
+
+def _size(number: int, leaves: Sequence[Tensor]) -> Size:
+    """What a size may follow from: the first dimension of a leaf as large, if it can vary."""
+    found = (
+        Size(number, leaf, dim)
+        for leaf, tensor in enumerate(leaves)
+        for dim, size in enumerate(tensor.shape)
+        if size == number > 1
+    )
+    return next(found, Size(number))
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which tensors of the model's state are read."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        values, _ = take_apart((args, kwargs))
+        self.found.update((self._names[id(v)], None) for v in values if id(v) in self._names)
+        return func(*args, **(kwargs or {}))
+
+
+def forward(prefix: Prefix) -> Callable[..., Any]:
+    """What F calls: (state, leaves, sizes) -> (*crossing, saved). state: for those who look at the
+    graph; sizes: what all ranks expect of each crossing value."""
+    own = {id(p): name for name, p in prefix.model.named_parameters()}
+
+    def opaque_forward(
+        state: Sequence[Tensor], leaves: Sequence[Tensor], sizes: Sequence[Sequence[int]]
+    ) -> tuple[Any, ...]:
+        kept = Kept()
+        with torch.set_grad_enabled(prefix.train), kept.hooks():
+            crossing = prefix.run(leaves)
+        found = [tuple(value.shape) for value in crossing]
+        if found != [tuple(size) for size in sizes]:
+            raise BatchError(
+                f"the arguments of module {prefix.boundary} have the shapes {found}; every other "
+                f"rank expects {list(map(tuple, sizes))}"
+            )
+        more = {own[i] for i in behind(crossing) if i in own} - prefix.trained
+        if more:
+            raise BatchError(
+                f"parameter {min(more)} is used for this microbatch, and was not for the one that "
+                f"was traced: give fxpipe.compile an example that uses it"
+            )
+        results = [value.detach().contiguous() for value in crossing]
+        return (*results, Saved(crossing, kept.tensors))
+
+    # As of an operator: whether it draws random numbers, and may not be run again.
+    vars(opaque_forward)["tags"] = [torch.Tag.nondeterministic_seeded] * prefix.draws
+    return opaque_forward
+
+
+def pull(wanted: Sequence[int]) -> Callable[..., Any]:
+    """What W calls: (saved, gradients of the crossing values numbered here, parameters) ->
+    gradients of the parameters."""
+
+    def opaque_backward(
+        saved: Saved, gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        ends = [saved.results[number] for number in wanted]
+        return torch.autograd.grad(ends, parameters, gradients, allow_unused=True)
+
+    return opaque_backward

@@ -1,0 +1,196 @@
+"""The third rung of the ladder: an opaque stage for what reads values, and a graph for the rest.
+
+    capture_opaque(model, microbatch, reader, others) -> Captured
+
+The graph has one node for the whole prefix, whose results are the arguments of the boundary. Which
+values the microbatch has plays no part in it, so that it serves all of them.
+"""
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.boundary import boundaries, record, undone
+from fxpipe.capture import Captured, captured_of, refuse_hooks
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.exporting import Traced, export_symbolic
+from fxpipe.faithful import no_trace_left
+from fxpipe.functions import recording_functions
+from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
+from fxpipe.opaque import Prefix, measured
+from fxpipe.prefix import Suffix
+from fxpipe.torch_internals import fake_mode, watching_hooks
+from fxpipe.torch_modes import fake_like, seen_as_exported
+from fxpipe.wanted import Reader
+
+_CROSSING = "before the boundary"
+
+
+def capture_opaque(
+    model: nn.Module,
+    microbatch: Microbatch,
+    reader: Reader,
+    others: Sequence[Microbatch] = (),
+    *,
+    train: bool = True,
+) -> Captured:
+    """Cut a model at the outermost module call at which that can be done.
+
+    others: microbatches with which the result is tried out. Raises CaptureError, which says why no
+    boundary will do.
+    """
+    tensors, fixed, structure = flatten(microbatch)
+    args, kwargs = rebuild([tensor for _, tensor in tensors], structure, fixed)
+    recording = record(model, args, kwargs)
+    if not recording.reads:
+        raise CaptureError("no values of the input are read")
+    lines = tuple(dict.fromkeys(line for _, line in recording.reads))
+    failures: list[str] = []
+    for boundary in boundaries(recording):
+        try:
+            found = _cut_at(model, boundary, microbatch, reader, lines, train)
+            for other in (microbatch, *others):
+                _try_out(found[1], found[0], reader, other)
+            return _attached(*found)
+        except Exception as error:
+            failures.append(f"at {boundary}: {' '.join(str(error).split())[:300]}")
+    raise CaptureError(
+        f"values of the input are read at {', '.join(lines)}, and no call of a module after that "
+        f"can begin a graph ({'; '.join(failures) or 'none holds blocks'}). Read them in a module "
+        "of its own, before the blocks, and pass its results on as arguments"
+    )
+
+
+def _cut_at(
+    model: nn.Module,
+    boundary: str,
+    microbatch: Microbatch,
+    reader: Reader,
+    lines: tuple[str, ...],
+    train: bool,
+) -> tuple[Captured, Prefix]:
+    """The graph of what follows the boundary, and what comes before."""
+    tensors, fixed, structure = flatten(microbatch)
+    leaves = [tensor for _, tensor in tensors]
+    rebuilt = structure, fixed
+    prefix, crossing = measured(model, boundary, rebuilt, leaves, lines, train)
+    if prefix.draws:
+        raise CaptureError(
+            "random numbers are drawn before it, and would depend on which rank runs it: set "
+            "dropout to 0 there, or call .eval() on these modules"
+        )
+    inputs = [value.detach().requires_grad_(value.requires_grad) for value in crossing]
+    hooks: list[str] = []
+    suffix = Suffix(model, boundary, rebuilt, reader, leaves, hooks)
+    grad = torch.set_grad_enabled(train)
+    with no_trace_left(model), undone(model), grad, recording_functions(), watching_hooks(hooks):
+        program = export_symbolic(suffix, [*leaves, *inputs])
+    refuse_hooks(hooks if train else ())
+    unknown = [f"{_CROSSING} {i}" for i in range(len(inputs))]
+    names = [*(name for name, _ in tensors), *unknown]
+    traced = Traced(program, {}, ())
+    found = captured_of(model, traced, (names, fixed, structure), reader.returned, unknown)
+    return (found if train else replace(found, trained=frozenset())), prefix
+
+
+def _try_out(prefix: Prefix, suffix: Captured, reader: Reader, microbatch: Microbatch) -> None:
+    """Compare with the model's own loss: a number that has come past the boundary would show."""
+    tensors, fixed, structure = flatten(microbatch)
+    if (structure, fixed) != prefix.rebuilt or not suffix.terms:
+        return
+    leaves = [tensor for _, tensor in tensors]
+    args, kwargs = rebuild(leaves, structure, fixed)
+    with torch.no_grad(), seen_as_exported():
+        with undone(prefix.model):
+            wanted = reader(prefix.model(*args, **kwargs))[0]
+        with undone(prefix.model):
+            try:
+                crossing = prefix.run(leaves)
+            except BatchError:
+                return
+            found = _loss(suffix, prefix.model, [*leaves, *crossing])
+    if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+        raise CaptureError(
+            f"the loss is {float(found):.6g} instead of {float(wanted):.6g} for another "
+            "microbatch: a number of the first one is used after the boundary"
+        )
+
+
+def _loss(suffix: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **suffix.constants}
+    values = iter(inputs)
+    holders = [node for node in suffix.graph.graph.nodes if node.op == "placeholder"]
+    given = [
+        state[suffix.state[n.name]] if n.name in suffix.state else next(values) for n in holders
+    ]
+    ends = fx.Interpreter(suffix.graph).run(*given)
+    total: Tensor = sum(ends[: len(suffix.terms)], start=torch.zeros(()))
+    return total
+
+
+def opaque(leaves: Any, state: Any) -> Any:
+    """Stands in a captured graph for all that comes before the boundary."""
+    raise FxpipeError("an opaque stage is run by its own graphs")
+
+
+def _attached(suffix: Captured, prefix: Prefix) -> Captured:
+    """One graph of both: a node for the prefix makes what the suffix was traced with."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    old = suffix.graph.graph
+    holders = [node for node in old.nodes if node.op == "placeholder"]
+    count = len(suffix.leaves) - prefix.sources.count(None)
+    inputs = [node for node in holders if node.name not in suffix.state]
+    leaves, crossing = inputs[:count], inputs[count : len(suffix.leaves)]
+    if not any(node.users for node in crossing):
+        raise CaptureError("nothing that comes before it is used after it")
+    for holder in [node for node in holders if node.name in suffix.state]:
+        env[holder] = graph.node_copy(holder)
+    by_name = {suffix.state[holder.name]: env[holder] for holder in env}
+    by_name |= _more_state(graph, prefix, by_name, fake_mode([n.meta["val"] for n in holders]))
+    env |= {n: graph.node_copy(n) for n in inputs if n not in crossing}
+    given = tuple(env[n] for n in leaves), tuple(by_name[name] for name in prefix.state)
+    made = graph.call_function(opaque, given)
+    made.meta = {"val": tuple(n.meta["val"] for n in crossing), "flops": prefix.flops}
+    made.meta["prefix"] = prefix
+    for number, node in enumerate(crossing):
+        env[node] = graph.call_function(operator.getitem, (made, number))
+        env[node].meta = {"val": node.meta["val"], "prefix": prefix}
+    for node in (node for node in old.nodes if node not in env):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.lint()
+    own = zip(suffix.leaves[:count], leaves, strict=True)
+    return replace(
+        suffix,
+        graph=fx.GraphModule(suffix.graph, graph),
+        state={node.name: name for name, node in by_name.items()},
+        leaves=tuple(leaf if node.users else _free(leaf) for leaf, node in own),
+        prefix=prefix,
+        crossing=suffix.leaves[count:],
+    )
+
+
+def _more_state(
+    graph: fx.Graph, prefix: Prefix, known: Mapping[str, fx.Node], mode: Any
+) -> dict[str, fx.Node]:
+    """Inputs for what the prefix reads of the model, and the suffix does not."""
+    tensors = {**dict(prefix.model.named_parameters()), **dict(prefix.model.named_buffers())}
+    made = {}
+    for name in (name for name in prefix.state if name not in known):
+        made[name] = graph.placeholder(re.sub(r"\W+", "_", f"p_{name}"))
+        made[name].meta = {"val": fake_like(mode, tensors[name])}
+    return made
+
+
+def _free(leaf: Leaf) -> Leaf:
+    """A leaf that only the prefix reads: its sizes are its own."""
+    sizes = tuple(
+        sympy.Symbol(f"{leaf.placeholder}_{dim}", integer=True, nonnegative=True)
+        for dim in range(len(leaf.shape))
+    )
+    return replace(leaf, shape=sizes)

@@ -1,0 +1,59 @@
+"""The symbols of a captured graph in numbers, from the sizes of a microbatch."""
+
+from collections.abc import Iterable, Sequence
+
+import sympy
+import torch
+from torch import Tensor
+
+from fxpipe.capture import Captured
+from fxpipe.inputs import Leaf
+
+
+def solve(
+    leaves: Sequence[Leaf], tensors: Sequence[Tensor]
+) -> tuple[dict[sympy.Symbol, sympy.Integer], list[tuple[Leaf, int, sympy.Expr, int]]]:
+    """The symbols' values from the tensors' sizes, and every (leaf, dim, expression, size)."""
+    sizes = [
+        (leaf, dim, expr, tensor.shape[dim])
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+        for dim, expr in enumerate(leaf.shape)
+    ]
+    symbols = {
+        expr: sympy.Integer(size) for _, _, expr, size in sizes if isinstance(expr, sympy.Symbol)
+    }
+    for _, _, expr, size in sizes:
+        unknown = expr.xreplace(symbols).free_symbols
+        if len(unknown) == 1:
+            symbol = unknown.pop()
+            answers = sympy.solve(expr.xreplace(symbols) - size, symbol)
+            if len(answers) == 1 and answers[0].is_integer:
+                symbols[symbol] = sympy.Integer(answers[0])
+    return symbols, sizes
+
+
+def solved(
+    captured: Captured, tensors: Sequence[Tensor]
+) -> tuple[dict[sympy.Symbol, sympy.Integer], list[tuple[Leaf, int, sympy.Expr, int]]]:
+    """`solve`, with the sizes of what an opaque stage makes where they do not follow from it."""
+    if captured.prefix is None or not decides(captured):
+        return solve(captured.leaves, tensors)
+    shapes = captured.prefix.shapes(tensors)
+    made = [torch.empty(shape, device="meta") for shape in shapes]
+    return solve((*captured.leaves, *captured.crossing), (*tensors, *made))
+
+
+def decides(captured: Captured) -> bool:
+    """Whether sizes of what crosses do not follow from the microbatch's own sizes: its values, too,
+    must be looked at."""
+    known = {
+        symbol for leaf in captured.leaves for size in leaf.shape for symbol in size.free_symbols
+    }
+    return any(size.free_symbols - known for leaf in captured.crossing for size in leaf.shape)
+
+
+def read_by(captured: Captured) -> Iterable[str]:
+    """The tensors whose values decide whether, or how, a microbatch fits."""
+    if captured.prefix is not None and decides(captured):
+        return [leaf.name for leaf in captured.leaves if not leaf.dtype.is_floating_point]
+    return captured.values

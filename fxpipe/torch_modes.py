@@ -1,0 +1,71 @@
+"""The torch names of tracing modes that are not public API, each behind one function.
+
+Tried on torch 2.13.0. See torch_internals.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+DATA_ERRORS = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Operators run for real inside this context, whatever traces around it."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch._C._DisablePythonDispatcher(),
+    ):
+        yield
+
+
+@contextmanager
+def without_tracing() -> Iterator[None]:
+    """Operators run for real inside this context, and function modes stay as they are."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """No mode sees calls inside this context."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextmanager
+def seen_as_exported() -> Iterator[None]:
+    """Models see inside this context that they are exported, as they do in a trace."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+def fake_like(mode: Any, tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device in a fake-tensor mode, with no symbols."""
+    fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+def new_fake_mode() -> AbstractContextManager[Any]:
+    """A mode in which tensors have no numbers; real ones may be mixed with them."""
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode

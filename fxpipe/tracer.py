@@ -1,0 +1,77 @@
+"""Which rung of the ladder a microbatch gets: the policy of `capture` and `capture_opaque`.
+
+One graph for all values, if there can be one; a graph for the values that Python reads, if they
+come of integers; when a third graph would be wanted, or where floats are read, an opaque stage,
+which serves all values.
+"""
+
+from torch import nn
+
+from fxpipe.capture import Captured, capture, refuse_hooks
+from fxpipe.errors import CaptureError, ReadError
+from fxpipe.inputs import Microbatch
+from fxpipe.rungs import capture_opaque
+from fxpipe.torch_internals import has_hooks, watching_hooks
+from fxpipe.wanted import LossFn, Outputs, Reader
+
+REPEATS = 2  # how many graphs there are before one is wanted that serves all values
+
+
+class Tracer:
+    """Traces one model, and remembers for which values it has done so.
+
+    outputs: what a forward alone returns; None where the model is trained
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, outputs: Outputs | None = None
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._outputs: Outputs = False if outputs is None else outputs
+        self._train = outputs is None
+        self._seen: list[Microbatch] = []
+        self._reads = False
+        self._refusal: CaptureError | None = None
+
+    def forget(self) -> None:
+        """The model is traced anew, as if for the first time."""
+        self._seen.clear()
+        self._reads = False
+        self._refusal = None
+
+    def trace(self, microbatch: Microbatch) -> Captured:
+        """A graph for a microbatch that fits none so far. Raises CaptureError."""
+        tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        owners = [*tensors.items(), *self._model.named_modules()] if self._train else []
+        refuse_hooks([name or "the model" for name, owner in owners if has_hooks(owner)])
+        return self._on_some_rung(microbatch)
+
+    def _on_some_rung(self, microbatch: Microbatch) -> Captured:
+        if self._reads and len(self._seen) >= REPEATS and self._refusal is None:
+            try:
+                return self._opaque(microbatch)
+            except CaptureError as error:
+                self._refusal = error
+        try:
+            found = self._graph(microbatch)
+        except ReadError as error:
+            try:
+                return self._opaque(microbatch)
+            except CaptureError as refusal:
+                raise ReadError(f"{error}. No opaque stage is possible: {refusal}") from error
+        self._seen.append(microbatch)
+        self._reads |= bool(found.values)
+        return found
+
+    def _graph(self, microbatch: Microbatch) -> Captured:
+        outputs, train = self._outputs, self._train
+        seen: list[str] = []
+        with watching_hooks(seen):
+            found = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=train)
+        refuse_hooks(seen if train else ())
+        return found
+
+    def _opaque(self, microbatch: Microbatch) -> Captured:
+        reader = Reader(self._loss_fn, self._outputs)
+        return capture_opaque(self._model, microbatch, reader, self._seen, train=self._train)
