@@ -17,6 +17,7 @@ from fxpipe.capture import Captured
 from fxpipe.dataflow import ahead, calls, data_inputs, work
 from fxpipe.errors import StageError
 from fxpipe.passes.chains import find_chains
+from fxpipe.passes.finer import finer
 from fxpipe.passes.regions import Regions
 
 Blocks = tuple[tuple[fx.Node, ...], ...]
@@ -60,7 +61,10 @@ def assign_stages(
     nodes = calls(captured.graph.graph)
     effort = {node: work(node, symbols) for node in nodes}
     region = {stage: name for name in regions.roles for stage in names[name]}
-    blocks = {name: _blocks(captured, regions, name) for name in _cut_ones(regions, names)}
+    blocks = {
+        name: finer(_blocks(captured, regions, name), len(names[name]), effort)
+        for name in _cut_ones(regions, names)
+    }
     reads = {n: [_parameters(captured, block) for block in found] for n, found in blocks.items()}
     cuts = {}
     for name, found in blocks.items():
@@ -138,8 +142,9 @@ def _spans(
     """The blocks of each stage, balanced by work."""
     if len(stages) > max(1, len(blocks)):
         raise StageError(
-            f"{len(stages)} stages were asked of region {name}, which has {len(blocks)} blocks; "
-            f"use at most {max(1, len(blocks))} stages for it: a smaller ranks= or chunks="
+            f"{len(stages)} stages were asked of region {name}, whose blocks can be cut into "
+            f"{len(blocks)} parts; use at most {max(1, len(blocks))} stages for it: "
+            "a smaller ranks= or chunks="
         )
     core = {node for block in blocks for node in block}
     after = ahead(core, lambda _: False) - core

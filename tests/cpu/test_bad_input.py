@@ -184,7 +184,7 @@ def test_weights_of_another_length() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"ranks": 7}, errors.StageError, "7 stages.*3 blocks.*at most 3"),
+        ({"ranks": 99}, errors.StageError, "99 stages.*parts.*at most"),
         ({"ranks": 0}, errors.BackendError, "ranks=0"),
         ({"schedule": "nested/2f2b"}, errors.ScheduleError, "nested/2f2b.*a base of gpipe, .*1f1b"),
         (

@@ -75,7 +75,9 @@ REWRITES = tuple(
     f"passes.{name}"
     for name in ("scatters", "functionalise", "inline_no_grad", "loss_terms", "off_meta")
 )
-ASSIGNMENT = tuple(f"passes.{name}" for name in ("chains", "seeds", "regions", "stages", "follow"))
+ASSIGNMENT = tuple(
+    f"passes.{name}" for name in ("chains", "finer", "seeds", "regions", "stages", "follow")
+)
 STEP = ("changes", "streams")
 COSTS = ("timeline", "costs", "device", "simulate", "costmodel", "formulas")
 TRACES = ("tracing", "strides", "stitching", "opaque_joint")
