@@ -5,9 +5,11 @@
 Each policy frees fewer dimensions than the one before; the first that traces is taken.
 """
 
+import gc
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +174,17 @@ def _exported(
 ) -> ExportedProgram:
     with quiet_failure():
         return torch.export.export(module, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Look for unreachable cycles seldom: all nodes and symbols of a graph that grows are alive."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _can_hold(leaves: frozenset[int], tensors: Sequence[Tensor]) -> bool:
