@@ -31,6 +31,7 @@ from fxpipe.passes.buffer_updates import buffer_updates, changed_state, returnin
 from fxpipe.passes.draws import draws
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.inline_no_grad import inline_no_grad
+from fxpipe.passes.inline_vmap import inline_vmap
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
 from fxpipe.passes.running_statistics import check_norms, running_statistics
@@ -155,7 +156,7 @@ def captured_of(
     labels, constants = _labels(model, exported, names)
     parameters = dict(model.named_parameters())
     trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
-    module = running_statistics(inline_no_grad(exported.graph_module))
+    module = running_statistics(inline_no_grad(inline_vmap(exported.graph_module)))
     changed = changed_state(module, labels, trained)
     module, drawing = draws(returning(module, labels, changed))
     labels += [(draw.placeholder, False) for draw in drawing]

@@ -8,9 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch._functorch import predispatch
 from torch.autograd import function
 
 Apply = Callable[[type, tuple[Any, ...], str], Any]
+
+
+def is_vmap_start(called: object) -> bool:
+    """Whether a traced call enters a level of vmap."""
+    return called is predispatch._vmap_increment_nesting
+
+
+def is_vmap_end(called: object) -> bool:
+    """Whether a traced call leaves a level of vmap."""
+    return called is predispatch._vmap_decrement_nesting
 
 
 def plain_apply(cls: type, args: tuple[Any, ...]) -> Any:

@@ -72,6 +72,12 @@ def backward_writes_in_place(layer: Layer, x: Tensor) -> Tensor:
     return plain(layer, x + torch.fft.irfft(torch.fft.rfft(x, dim=-1) * 2, n=6, dim=-1))
 
 
+def under_vmap(layer: Layer, x: Tensor) -> Tensor:
+    rows, columns = torch.arange(x.shape[1]), torch.arange(x.shape[1])
+    seen = torch.vmap(lambda i: torch.vmap(lambda j: (i >= j) | (j < 1))(columns))(rows)
+    return x + layer.down(torch.einsum("ij,bjd->bid", seen.to(x.dtype), layer.up(x)))
+
+
 def check(model: Model) -> None:
     """On two ranks the losses and gradients of eager."""
     generator = torch.Generator().manual_seed(1)
@@ -88,7 +94,7 @@ def check(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [written_alias, written_under_no_grad, branches, backward_writes_in_place]
+    "body", [written_alias, written_under_no_grad, branches, backward_writes_in_place, under_vmap]
 )
 def test_bodies(body: Body) -> None:
     torch.manual_seed(0)

@@ -73,7 +73,14 @@ STAGES = (
 )
 REWRITES = tuple(
     f"passes.{name}"
-    for name in ("scatters", "functionalise", "inline_no_grad", "loss_terms", "off_meta")
+    for name in (
+        "scatters",
+        "functionalise",
+        "inline_no_grad",
+        "inline_vmap",
+        "loss_terms",
+        "off_meta",
+    )
 )
 ASSIGNMENT = tuple(
     f"passes.{name}" for name in ("chains", "finer", "seeds", "regions", "stages", "follow")
