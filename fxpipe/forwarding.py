@@ -10,6 +10,7 @@ from fxpipe.copying import Ends, Joint, Parts, Whole
 from fxpipe.cut import Kind
 from fxpipe.dataflow import aten, is_random
 from fxpipe.joint import Differentiated, StageGraphs, moving, others
+from fxpipe.opaque_joint import is_opaque, opaque_joint
 from fxpipe.split import Stage, Stages
 from fxpipe.torch_internals import fake_mode, guards
 
@@ -17,9 +18,17 @@ from fxpipe.torch_internals import fake_mode, guards
 def forward_alone(captured: Captured, stages: Stages) -> Differentiated:
     """F of every stage and nothing else. Nothing is traced, so the operators are eager's own."""
     mode = fake_mode([n.meta["val"] for n in captured.graph.graph.nodes if n.op == "placeholder"])
-    traced = {name: _apart(stages, name) for name in stages}
+    traced = {name: _forward(captured, stages, name, mode) for name in stages}
     graphs = {name: _graphs(captured, *found) for name, found in traced.items()}
     return Differentiated(graphs, {}, tuple(guards(mode)), traced)
+
+
+def _forward(captured: Captured, stages: Stages, name: str, mode: Any) -> tuple[Joint, Parts]:
+    stage = stages[name]
+    if not is_opaque(stage):
+        return _apart(stages, name)
+    joint = opaque_joint(captured, stage, (), mode)
+    return joint, _parts(stages, stage, dict(zip(stage.sent, joint.sent, strict=True)))
 
 
 def _apart(stages: Stages, name: str) -> tuple[Joint, Parts]:

@@ -8,6 +8,7 @@ from fxpipe.lower import Lowered, Seen, moved, restaged
 from fxpipe.mode import Mode
 from fxpipe.passes.anchors import Known
 from fxpipe.scheduler import Scheduler
+from fxpipe.tracer import Tracer
 
 SIZE = 64  # variants
 
@@ -18,13 +19,14 @@ class Memory:
 
     lowered: the last variants, with the mode that each was traced in, also for other schedules;
     regions: all that were found, so that they keep their names; tensors: the names of the model's;
-    captures: how often it was traced
+    captures: how often it was traced; tracer: what traces it
     """
 
     lowered: list[tuple[Mode, Lowered]] = field(default_factory=list)
     regions: Known = field(default_factory=dict)
     tensors: frozenset[str] = frozenset()
     captures: int = 0
+    tracer: Tracer | None = None
 
     def follow(self, tensors: frozenset[str]) -> None:
         """Forget everything if the model has other tensors than before."""

@@ -205,17 +205,20 @@ def is_mapped() -> bool:
 
 @contextmanager
 def quiet_failure() -> Iterator[None]:
-    """A failing torch.export writes no whole graph to stderr: its error says what is of use."""
+    """torch.export writes neither the whole graph to stderr when it fails, nor which sizes it has
+    fixed: its error, and the shapes of what was captured, say so."""
     said = io.StringIO()
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with redirect_stderr(said):
             yield
         sys.stderr.write(said.getvalue())
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def unbacked_symbols(value: object) -> set[sympy.Symbol]:

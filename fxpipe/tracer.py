@@ -10,6 +10,7 @@ from torch import nn
 from fxpipe.capture import Captured, capture, refuse_hooks
 from fxpipe.errors import CaptureError, ReadError
 from fxpipe.inputs import Microbatch
+from fxpipe.mode import Mode
 from fxpipe.rungs import capture_opaque
 from fxpipe.torch_internals import has_hooks, watching_hooks
 from fxpipe.wanted import LossFn, Outputs, Reader
@@ -32,13 +33,16 @@ class Tracer:
         self._train = outputs is None
         self._seen: list[Microbatch] = []
         self._reads = False
+        self.mode: Mode = ()
         self._refusal: CaptureError | None = None
 
-    def forget(self) -> None:
-        """The model is traced anew, as if for the first time."""
-        self._seen.clear()
-        self._reads = False
-        self._refusal = None
+    def follow(self, mode: Mode) -> None:
+        """Forget what was traced, if that was in another mode of the model."""
+        if mode != self.mode:
+            self.mode = mode
+            self._seen.clear()
+            self._reads = False
+            self._refusal = None
 
     def trace(self, microbatch: Microbatch) -> Captured:
         """A graph for a microbatch that fits none so far. Raises CaptureError."""

@@ -70,7 +70,9 @@ class Variants:
         self._forward = forward
         self._loss_fn = loss_fn
         self._memory = memory or Memory()
-        self._tracer = Tracer(model, loss_fn, None if forward is None else forward.outputs)
+        outputs = None if forward is None else forward.outputs
+        self._tracer = self._memory.tracer or Tracer(model, loss_fn, outputs)
+        self._memory.tracer = self._tracer
         self._seen = Seen()
         self._union: Union | None = None
         self._names: frozenset[str] = frozenset()
@@ -224,7 +226,7 @@ class Variants:
         mode = self._watch.mode()
         if mode != self._mode:
             self._mode = mode
-            self._tracer.forget()
+            self._tracer.follow(mode)
             names = frozenset(name for name, _ in self._tensors())
             self._memory.follow(names)
             self._restart(self._seen if names == self._names else Seen())
@@ -239,6 +241,7 @@ class Variants:
     def _settle_mode(self) -> None:
         """Tracing may set attributes (a cached length): the mode is what it leaves behind."""
         before, self._mode = self._mode, self._watch.mode()
+        self._tracer.mode = self._mode
         self._memory.rename(before, self._mode)
 
     def _add(self, lowered: Lowered) -> int:

@@ -62,6 +62,17 @@ def test_recompute(deep: fxpipe.Pipe) -> None:
     step(deep.reschedule("upfront/1f1b", recompute=[region]), grids(SIZES[:3], text=6, seed=2))
 
 
+def test_reschedule_goes_on(deep: fxpipe.Pipe) -> None:
+    """What was read before counts for a pipe of another schedule, and values for its evaluation."""
+    batch = grids(SIZES[:3], text=6, seed=3)
+    pipe = deep.reschedule("nested/gpipe")
+    step(pipe, batch)
+    assert pipe.captures == 3
+    with torch.no_grad():
+        wanted = [float(pipe.model(**mb)) for mb in batch]
+    assert pipe.evaluate(batch).losses.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
 class Branch(nn.Module):
     """One of two layers, by a value of floats."""
 
