@@ -92,7 +92,8 @@ def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def contents(tensor: Tensor) -> bytes:
     """What is in a tensor, to be compared with what is in others of its shape and dtype."""
-    data: bytes = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    packed = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    data: bytes = packed.flatten().view(torch.uint8).numpy().tobytes()
     return data
 
 

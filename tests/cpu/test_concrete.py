@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
+from fxpipe.inputs import contents
 from tests.grids import GridModel, grids
 from tests.models import worst
 
@@ -99,6 +100,13 @@ def test_reading_floats(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CaptureError, match=r"reading a value at .*test_concrete.py:\d+"):
         capture(Reads(chosen), mb)
     assert capfd.readouterr().err == ""
+
+
+def test_contents_in_any_layout() -> None:
+    """A constant of one element may be strided in any way."""
+    one = torch.ones(1, dtype=torch.long)
+    assert contents(one.as_strided((1, 1), (0, 0))) == contents(one)
+    assert contents(one.expand(3)) == contents(torch.ones(3, dtype=torch.long))
 
 
 def test_writing_to_what_is_read() -> None:
