@@ -19,7 +19,7 @@ import fxpipe
 from benchmarks.reference import Reference, rounding, unchanged
 from benchmarks.zoo import ALL
 from benchmarks.zoo.architecture import Architecture, Microbatch
-from fxpipe import variants
+from fxpipe import tracer
 from fxpipe.cut import Cut
 from fxpipe.errors import FxpipeError
 
@@ -124,7 +124,7 @@ def _first(
 ) -> fxpipe.Pipe | None:
     """The model compiled, and run once: with its microbatches, or else with equal ones."""
     try:
-        with clocked(variants, "capture") as seconds:
+        with clocked(tracer, "capture") as seconds:
             begun = time.process_time()
             pipe = fxpipe.compile(
                 model, batch[0], schedule=setting.schedule, ranks=setting.ranks, backend="local"
