@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
-from fxpipe.faithful import faithful, no_trace_left
+from fxpipe.faithful import Moved, faithful, no_trace_left
 from fxpipe.frames import calling_line, is_torch_code
 from fxpipe.inputs import rebuild
 from fxpipe.torch_internals import DataDependentError, quiet_failure
@@ -56,7 +56,7 @@ class WithLoss(nn.Module):
         self.names = [name for name, tensor in zip(names, is_tensor, strict=True) if tensor]
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
-        self.moved: dict[str, int | float] = {}
+        self.moved = Moved()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:

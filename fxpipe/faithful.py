@@ -22,8 +22,13 @@ _NO_PLACES = (Tensor, nn.Module, type, FunctionType, MethodType, str, int, float
 _DEPTH = 4  # how far below a module values are looked at: an object, its dict, a list in it
 
 
+class Moved(dict[str, int | float]):
+    """Attributes that hold another number after a run of forward, and the number. No plain dict:
+    export puts the dicts that a module holds back to what they were."""
+
+
 @contextmanager
-def faithful(model: nn.Module, moved: dict[str, int | float]) -> Iterator[None]:
+def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     """Run a model's code inside, once, to trace it.
 
     moved: gets the attributes that hold another number after it. Raises CaptureError where it draws
@@ -99,7 +104,7 @@ def _is_traced(value: object, depth: int = 0) -> bool:
     return any(_is_traced(item, depth + 1) for item in value)
 
 
-def settled(model: nn.Module, moved: dict[str, int | float], trace: Callable[[], T]) -> T:
+def settled(model: nn.Module, moved: Moved, trace: Callable[[], T]) -> T:
     """What `trace` gives. Where it sets a number that a module holds (a cached length), it runs
     again with what that has become; raises CaptureError if each run of forward changes it."""
     made = trace()

@@ -86,6 +86,8 @@ class Opaque:
     ends: Ends
     copies: int = 1  # of what is sent: one bundle per seam
     others: tuple[int, ...] = ()
+    stats: tuple[str, ...] = ()
+    moving: tuple[tuple[int, str], ...] = ()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
