@@ -16,6 +16,8 @@ from benchmarks.zoo import ALL
 from benchmarks.zoo.architecture import WIDTH, Architecture
 from benchmarks.zoo.generators import Painter
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = (Setting("nested/1f1b", 2),)
 
 

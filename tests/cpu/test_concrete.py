@@ -15,6 +15,8 @@ from fxpipe.inputs import contents
 from tests.grids import GridModel, grids
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 
 def against_eager(model: nn.Module, batch: Sequence[Any], **how: Any) -> fxpipe.Pipe:
     """A step has the loss and the gradients of eager."""

@@ -11,6 +11,8 @@ import fxpipe
 from fxpipe.errors import BatchError, StageError
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 WIDTH, SLOT = 6, 8
 
 

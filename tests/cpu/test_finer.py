@@ -10,6 +10,8 @@ import fxpipe
 from fxpipe.errors import StageError
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

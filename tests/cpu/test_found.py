@@ -19,6 +19,8 @@ from fxpipe.backends.wire import _message, pack, unpack
 from fxpipe.errors import BatchError, CaptureError
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 Body = Callable[["Model", Tensor], Tensor]
 
 

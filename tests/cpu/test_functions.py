@@ -12,6 +12,8 @@ import fxpipe
 from fxpipe.errors import CaptureError
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 
 class Straight(torch.autograd.Function):
     """Rounds, and lets gradients pass."""

@@ -10,6 +10,8 @@ from tests.fuzz.draw import specs
 from tests.fuzz.judge import INVALID, REFUSED, RIGHT, judge
 from tests.fuzz.spec import Encoder, Generator, Run, Spec, smaller
 
+pytestmark = pytest.mark.slow
+
 
 @settings(
     max_examples=9,

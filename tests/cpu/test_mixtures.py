@@ -9,6 +9,8 @@ import fxpipe
 from tests import mixtures, models
 from tests.mixtures import microbatch
 
+pytestmark = pytest.mark.slow
+
 EVERY = ("images", "audio", "labels", "target")
 PATHS = [("labels",), EVERY, ("images", "target"), ("audio", "labels")]
 MIXED = [microbatch(parts, seed) for seed, parts in enumerate(PATHS)]

@@ -13,6 +13,8 @@ from fxpipe.inputs import Microbatch
 from tests.grids import GridModel, grids
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 SIZES = [[(2, 4), (4, 2)], [(4, 4), (2, 2)], [(2, 2)] * 3, [(2, 2)] * 5 + [(4, 2)], [(8, 8)]]
 
 

@@ -14,6 +14,8 @@ from fxpipe.errors import BatchError
 from fxpipe.roofline import roofline
 from tests import models
 
+pytestmark = pytest.mark.slow
+
 WIDTH, WORDS = 8, 11
 
 

@@ -11,6 +11,8 @@ import fxpipe
 from fxpipe.errors import CaptureError
 from tests.models import worst
 
+pytestmark = pytest.mark.slow
+
 Body = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -1,5 +1,6 @@
 """`pipe.evaluate` over processes: each rank has only its own weights, and outputs are gathered."""
 
+import pytest
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 import fxpipe
 from tests import models
 from tests.dist.test_gloo import processes
+
+pytestmark = pytest.mark.slow
 
 
 def _model() -> models.AnyRegions:

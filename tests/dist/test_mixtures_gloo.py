@@ -1,5 +1,6 @@
 """Microbatches of different paths over gloo: the bits of a local run, and nothing sent for nothing."""
 
+import pytest
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ import fxpipe
 from tests import mixtures, models
 from tests.dist.test_gloo import processes
 from tests.mixtures import microbatch
+
+pytestmark = pytest.mark.slow
 
 PATHS = [("images", "labels", "target"), ("labels",)]
 BATCH = [microbatch(PATHS[i], seed) for seed, i in enumerate((1, 0, 1))]

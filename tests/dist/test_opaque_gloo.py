@@ -1,5 +1,6 @@
 """A stage that runs the model's own code, over gloo: the bits of a local run."""
 
+import pytest
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 import fxpipe
 from tests.cpu.test_opaque import Chooses
 from tests.dist.test_gloo import processes
+
+pytestmark = pytest.mark.slow
 
 Found = tuple[Tensor, dict[str, Tensor]]
 

@@ -1,5 +1,6 @@
 """Buffers and random numbers over gloo: the bits of a local run, on every rank."""
 
+import pytest
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import nn
 import fxpipe
 from tests.cpu.test_buffers import WIDTH, Flat, Stateful, batch
 from tests.dist.test_gloo import processes
+
+pytestmark = pytest.mark.slow
 
 
 def _run(rank: int, ranks: int) -> list[Any]:
