@@ -69,7 +69,7 @@ def _broken(end: Callable[[], Any]) -> Callable[[dict[str, Any]], None]:
 
     def change(stages: dict[str, Any]) -> None:
         llm1 = stages["llm1"]
-        stages["llm1"] = Broken(llm1.stage, llm1.function, llm1.state, llm1.trained)
+        stages["llm1"] = Broken(llm1.stage, llm1.function, llm1.state, llm1.trained, llm1.ends)
 
     return change
 
