@@ -64,8 +64,7 @@ def boundaries(recording: Recording) -> list[str]:
     """Modules at whose call the model may be cut, outermost first: of the calls after the last
     read the one that holds most, then what it calls, down to the first of a chain of blocks."""
     last = max((time for time, _ in recording.reads), default=-1)
-    seen: set[str] = set()
-    after = [v for v in _outermost(recording.root, last) if v.name not in seen]
+    after = _outermost(recording.root, last)
     if not after:
         return []
     visit: Visit | None = max(after, key=lambda v: _weight(v, after))

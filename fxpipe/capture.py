@@ -8,7 +8,7 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from fxpipe.passes.inline_vmap import inline_vmap
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
 from fxpipe.passes.running_statistics import check_norms, running_statistics
+from fxpipe.state import canonical_names
 from fxpipe.torch_chance import trusting_distributions
 from fxpipe.torch_internals import expression
 from fxpipe.updates import Updates
@@ -192,14 +193,14 @@ def _inputs(module: fx.GraphModule, state: Mapping[str, str]) -> list[fx.Node]:
 
 def _varying(state: Mapping[str, str], names: Set[str], unknown: Sequence[str]) -> set[str]:
     """The inputs whose values a rank cannot know before a step."""
-    return {n for n, name in state.items() if name in names} | set(map(_placeholder, unknown))
+    return {n for n, name in state.items() if name in names} | set(map(placeholder_name, unknown))
 
 
 def _labels(
     model: nn.Module, exported: ExportedProgram, names: Sequence[str]
 ) -> tuple[list[tuple[str, bool]], dict[str, Tensor]]:
     """(name, is state) of every input of the exported graph; and the constants by name."""
-    canonical = _canonical_names(model)
+    canonical = canonical_names(model)
     labels, constants, leaves = [], {}, iter(names)
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
@@ -222,18 +223,6 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(about + contents(tensor)).hexdigest()[:12]
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    tensors: Iterator[tuple[str, Tensor]] = iter(
-        [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    )
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-
-
 def _leaf(name: str, node: fx.Node) -> Leaf:
     value = node.meta["val"]
     shape = tuple(expression(size) for size in value.shape)
@@ -254,7 +243,7 @@ def _tidy(
             if is_state and name in first:
                 env[node] = first[name]
                 continue
-            env[node] = graph.placeholder(_placeholder(f"p_{name}" if is_state else name))
+            env[node] = graph.placeholder(placeholder_name(f"p_{name}" if is_state else name))
             env[node].meta = dict(node.meta)
             if is_state:
                 first[name] = env[node]
@@ -266,5 +255,6 @@ def _tidy(
     return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
 
 
-def _placeholder(name: str) -> str:
+def placeholder_name(name: str) -> str:
+    """What a graph calls an input."""
     return re.sub(r"\W+", "_", name)

@@ -35,8 +35,7 @@ class Blank:
     def make(self, size: Size, device: torch.device) -> Tensor:
         """Such a tensor, of values that any operator may take."""
         shape = [size(self.shape[dim]) for dim in self.order]
-        back = [self.order.index(dim) for dim in range(len(self.order))]
-        return torch.full(shape, 0.5, device=device).to(self.dtype).permute(back)
+        return torch.full(shape, 0.5, device=device).to(self.dtype).permute(inverse(self.order))
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ class Draw:
     kwargs: Mapping[str, Any]
     device: str
     apart: bool = False
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes another one."""
+    return [list(order).index(dim) for dim in range(len(order))]
 
 
 def placed(

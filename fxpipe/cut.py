@@ -17,7 +17,7 @@ from fxpipe.errors import TableError
 
 
 class Role(StrEnum):
-    """What a region is to the backbone: before it, it, or after it."""
+    """What a region is to the backbone, in topological order: before it, it, or after it."""
 
     ENCODER = "encoder"
     BACKBONE = "backbone"

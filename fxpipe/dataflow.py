@@ -88,6 +88,11 @@ def aside(node: fx.Node) -> bool:
     return bool(node.meta.get(ASIDE))
 
 
+def differentiable(value: Tensor) -> bool:
+    """Whether a tensor can have a gradient: floats and complex numbers."""
+    return value.is_floating_point() or value.is_complex()
+
+
 def spread(graph: fx.Graph, own: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """For every node the bits of itself and of all that it is computed from."""
     bits: dict[fx.Node, int] = {}
@@ -108,6 +113,21 @@ def behind(starts: Iterable[fx.Node], barrier: Callable[[fx.Node], bool]) -> set
         if node not in seen and not barrier(node):
             seen.add(node)
             stack.extend(data_inputs(node))
+    return seen
+
+
+def closure(
+    ends: Iterable[fx.Node], barrier: Callable[[fx.Node], bool] = lambda _: False
+) -> set[fx.Node]:
+    """These nodes and everything that they are computed from, numbers included, without a barrier
+    node and what is behind it."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in seen and not barrier(node):
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
     return seen
 
 

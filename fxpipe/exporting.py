@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fxpipe.concrete import Concrete, NeedsValuesError
+from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
 from fxpipe.faithful import Moved, faithful, no_trace_left
 from fxpipe.frames import calling_line, is_torch_code
@@ -172,7 +173,7 @@ def export_symbolic(module: nn.Module, tensors: Sequence[Tensor]) -> ExportedPro
 def _exported(
     module: nn.Module, tensors: Sequence[Tensor], shapes: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
-    with quiet_failure():
+    with quiet_failure(), seldom_collected():
         return torch.export.export(module, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
 
 
@@ -189,12 +190,10 @@ def seldom_collected() -> Iterator[None]:
 
 def _can_hold(leaves: frozenset[int], tensors: Sequence[Tensor]) -> bool:
     """Whether these leaves may become concrete: integers and flags, which may repeat."""
-    kinds = [number in range(len(tensors)) and not _is_float(tensors[number]) for number in leaves]
+    kinds = [
+        number in range(len(tensors)) and not differentiable(tensors[number]) for number in leaves
+    ]
     return bool(kinds) and all(kinds)
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _all_dims(tensor: Tensor) -> dict[int, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.dataflow import differentiable
 from fxpipe.errors import CaptureError
 from fxpipe.torch_functions import plain_apply, replacing_apply
 from fxpipe.trees import Tree, take_apart
@@ -62,7 +63,7 @@ def _wants_gradient(leaves: list[Any]) -> bool:
 def _refuse_transformed(cls: type, args: tuple[Any, ...], where: str) -> None:
     # Inside vmap a tensor does not say whether it needs a gradient; integers need none.
     tensors = [leaf for leaf in take_apart(args)[0] if isinstance(leaf, Tensor)]
-    real = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    real = any(map(differentiable, tensors))
     if where and real and torch.is_grad_enabled():
         raise CaptureError(
             f"custom autograd function {cls.__qualname__} ({where}) is applied inside a transform "

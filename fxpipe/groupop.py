@@ -88,18 +88,3 @@ def total(found: Sequence[Tensor]) -> Tensor:
     for grad in found[1:]:
         found[0].add_(grad)
     return found[0]
-
-
-def holders(cut: Cut, variants: Variants) -> dict[str, tuple[str, ...]]:
-    """Name of a trained parameter -> the stages that hold it in any variant, in their order.
-
-    A stage that only reads it holds it too: its copy follows the others.
-    """
-    trained = {name for graphs in variants for stage in graphs.values() for name in stage.trained}
-    found: dict[str, dict[str, None]] = {}
-    for stage in cut.stage:
-        for graphs in variants:
-            for name in graphs[stage].state if stage in graphs else ():
-                if name in trained:
-                    found.setdefault(name, {})[stage] = None
-    return {name: tuple(stages) for name, stages in found.items()}

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxpipe.capture import Captured
 from fxpipe.copying import Ends, Joint, Parts
 from fxpipe.cut import Kind
-from fxpipe.dataflow import CUTS_GRADIENT
+from fxpipe.dataflow import CUTS_GRADIENT, differentiable
 from fxpipe.opaque_joint import is_opaque, opaque_joint
 from fxpipe.partition import partition
 from fxpipe.passes.draws import check_seeded
@@ -105,9 +105,9 @@ def differentiate(
             for pair in stages.links:
                 if pair[1] == name:
                     grads[pair] = tuple(v for v in stages.links[pair] if v in returned)
-            traced[name] = joint, _parts(captured, stages, name, grads, joint)
+            traced[name] = joint, parts_of(captured, stages, name, grads, joint)
     ordered = {name: traced[name] for name in stages}
-    graphs = _graphs(captured, ordered, recompute)
+    graphs = graphs_of(captured, ordered, recompute)
     return Differentiated(graphs, grads, tuple(guards(mode)), ordered)
 
 
@@ -115,7 +115,7 @@ def repartition(
     captured: Captured, found: Differentiated, recompute: Collection[str]
 ) -> Differentiated:
     """The same stages with other regions that recompute; nothing is traced again."""
-    return replace(found, graphs=_graphs(captured, found.traced, recompute))
+    return replace(found, graphs=graphs_of(captured, found.traced, recompute))
 
 
 def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
@@ -133,21 +133,21 @@ def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
             number, prefix = node.args[1], node.meta["prefix"]
             needs |= {node} if prefix.reach[number] else set()
         elif node.op == "call_function" and node.target not in CUTS_GRADIENT:
-            floats = (
-                not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
-            )
+            floats = not isinstance(value, Tensor) or differentiable(value)
             if floats and any(source in needs for source in node.all_input_nodes):
                 needs.add(node)
     return frozenset(node.name for node in needs if node.name in stages.values)
 
 
-def _parts(
+def parts_of(
     captured: Captured,
     stages: Stages,
     name: str,
     grads: Mapping[Pair, tuple[str, ...]],
     joint: Joint,
 ) -> Parts:
+    """What the three graphs of a stage take and give. grads: the values of each seam whose gradient
+    comes back; none in a forward alone."""
     stage = stages[name]
     into = [pair for pair in stages.links if pair[1] == name]
     out = [pair for pair in stages.links if pair[0] == name]
@@ -177,9 +177,10 @@ def _trained(captured: Captured, stage: Stage, joint: Joint) -> dict[str, fx.Nod
     }
 
 
-def _graphs(
+def graphs_of(
     captured: Captured, traced: Mapping[str, tuple[Joint, Parts]], recompute: Collection[str]
 ) -> dict[str, StageGraphs]:
+    """The three graphs of every stage. recompute: regions that compute their forward again."""
     return {
         name: _stage_graphs(captured, joint, parts, parts.stage.region in recompute)
         for name, (joint, parts) in traced.items()

@@ -6,7 +6,7 @@ Nothing is written back: each level is a record that reads only the records abov
 of them, the Cut, is all that scheduling ever sees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -232,7 +232,7 @@ def _cut(lowered: Lowered) -> Cut:
             Seam(source, target, values, grads.get((source, target), ()))
             for (source, target), values in lowered.stages.links.items()
         ),
-        shared=shared(holders(lowered.graphs), rank),
+        shared=shared(held_by(lowered.graphs), rank),
     )
 
 
@@ -262,12 +262,20 @@ def shared(
     return tuple(group for group in groups if len(group) > 1 or rank[group[0]] is None)
 
 
-def holders(graphs: Mapping[str, StageGraphs]) -> dict[str, tuple[str, ...]]:
-    """Name of a trained parameter -> the stages that hold it, in their order."""
-    trained = {name for stage in graphs.values() for name in stage.trained}
-    found: dict[str, list[str]] = {}
-    for stage, held in graphs.items():
-        for name in dict.fromkeys(held.state):
+def holders(reads: Mapping[str, Sequence[str]], trained: Set[str]) -> dict[str, tuple[str, ...]]:
+    """Name of a trained parameter -> the stages that hold it, in their order.
+
+    reads: stage -> the tensors of the model that it reads
+    """
+    found: dict[str, dict[str, None]] = {}
+    for stage, names in reads.items():
+        for name in names:
             if name in trained:
-                found.setdefault(name, []).append(stage)
+                found.setdefault(name, {})[stage] = None
     return {name: tuple(stages) for name, stages in found.items()}
+
+
+def held_by(graphs: Mapping[str, StageGraphs]) -> dict[str, tuple[str, ...]]:
+    """`holders`, in one variant."""
+    trained = {name for stage in graphs.values() for name in stage.trained}
+    return holders({stage: held.state for stage, held in graphs.items()}, trained)

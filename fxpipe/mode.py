@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.state import canonical_names
 from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
 
 Mode = tuple[object, ...]
@@ -64,7 +65,11 @@ class _Seen:
         self._values = self._now()
         self._versions = list(map(written, self._tensors))
         self._kinds = list(map(tensor_kind, self._state))
-        self.mode: Mode = tuple(entries), _ties(model), tuple(map(_by_value, self._kinds))
+        self.mode: Mode = (
+            tuple(entries),
+            tuple(canonical_names(model).items()),
+            tuple(map(_by_value, self._kinds)),
+        )
 
     def unchanged(self) -> bool:
         """Whether every object is the one that it was, and no tensor was written to."""
@@ -152,15 +157,6 @@ def _is_plain(value: object, depth: int) -> bool:
         return True
     inside = _inside(value)
     return inside is not None and depth > 0 and all(_is_plain(p, depth - 1) for p in _parts(inside))
-
-
-def _ties(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Every name of a parameter or buffer, with the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    return tuple((name, first.setdefault(id(tensor), name)) for name, tensor in named)
 
 
 def _by_value(kind: tuple[Any, ...]) -> tuple[object, ...]:

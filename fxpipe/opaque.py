@@ -17,10 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.boundary import plain_attributes, put_back, undone
 from fxpipe.concrete import Concrete, NeedsValuesError
+from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import contents, rebuild
 from fxpipe.prefix import Reached, run_until
+from fxpipe.state import named_state
 from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
 from fxpipe.trees import take_apart
 
@@ -90,7 +92,7 @@ class Prefix:
         """The shapes of what would cross, as every rank alike finds them: from integers' values and
         the shapes of all else; where code reads floats, by the sizes that were equal when it was
         traced. F compares them with what it makes."""
-        key = (id(self), *((t.shape, b"" if _is_float(t) else contents(t)) for t in leaves))
+        key = (id(self), *((t.shape, b"" if differentiable(t) else contents(t)) for t in leaves))
         if key not in _SHAPES:
             while len(_SHAPES) >= _REMEMBERED:
                 del _SHAPES[next(iter(_SHAPES))]
@@ -102,10 +104,10 @@ class Prefix:
 
     def _without_floats(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
         mode = new_fake_mode()
-        tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
-        state = {name: fake_like(mode, tensor) for name, tensor in tensors.items()}
+        tensors = named_state(self.model, ties=False)
+        state = {name: fake_like(mode, tensor) for name, tensor in tensors}
         fakes = [fake_like(mode, leaf) for leaf in leaves]
-        real = {number: leaf for number, leaf in enumerate(leaves) if not _is_float(leaf)}
+        real = {number: leaf for number, leaf in enumerate(leaves) if not differentiable(leaf)}
         concrete = Concrete(fakes, real, state.values())
         given = concrete.leaves(fakes)
         args, kwargs = rebuild(given, *self.rebuilt)
@@ -121,10 +123,6 @@ class Prefix:
 # Shapes by prefix, the shapes of its leaves and the values of its integers; the oldest go.
 _SHAPES: dict[object, list[tuple[int, ...]]] = {}
 _REMEMBERED = 4096
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True)
@@ -170,9 +168,7 @@ def measured(
     train: bool,
 ) -> tuple[Prefix, list[Tensor]]:
     """A prefix, run once without a trace of it, and what crossed."""
-    names = {
-        id(t): name for name, t in reversed([*model.named_parameters(), *model.named_buffers()])
-    }
+    names = {id(tensor): name for name, tensor in named_state(model, ties=False)}
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
     state = torch.get_rng_state()
     with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.dataflow import arguments, function, path, repetition
+from fxpipe.dataflow import path, repetition
+from fxpipe.spans import ends, run_node
 from fxpipe.split import Stages
 from fxpipe.symbols import same_unbacked, unbacked_sizes
 from fxpipe.torch_internals import is_unbacked
@@ -47,12 +48,7 @@ class Piece:
         """The outputs for values of the inputs."""
         env = dict(zip(self.inputs, values, strict=True))
         for node in self.nodes:
-            if node.op == "get_attr":
-                env[node] = attrgetter(str(node.target))(self.owner)
-                continue
-            args = fx.node.map_arg(arguments(node), env.__getitem__)
-            kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-            env[node] = function(node)(*args, **kwargs)
+            env[node] = run_node(self.owner, node, env)
             same_unbacked(node.meta.get("val"), env[node])
         return [env[node] for node in self.outputs]
 
@@ -135,11 +131,7 @@ def _may_cross(node: fx.Node) -> bool:
 
 
 def _piece(stages: Stages, name: str, nodes: Run) -> Piece:
-    inside = set(nodes)
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    inputs = tuple(node for node in read if node not in inside)
-    return Piece(stages[name].graph, tuple(nodes), inputs, tuple(outputs))
+    return Piece(stages[name].graph, tuple(nodes), *ends(nodes))
 
 
 def _line(owner: fx.GraphModule, node: fx.Node, place: Mapping[fx.Node, str]) -> Hashable:

@@ -20,8 +20,9 @@ from torch import Tensor, fx, nn
 
 from fxpipe.cut import Kind, Seam, Stage
 from fxpipe.delivery import arrivals, backward_of, carried, check_apart
-from fxpipe.groupop import GradientsOp, GroupOp, holders
-from fxpipe.stageop import StageOp, Variants
+from fxpipe.groupop import GradientsOp, GroupOp
+from fxpipe.lower import holders
+from fxpipe.stageop import StageOp, Variants, read_by
 from fxpipe.table import Op, Table
 
 
@@ -76,15 +77,12 @@ def emit(
     """
     check_apart(table, variants)
     held = [stage for stage in table.cut.stages if stage.rank in (None, rank)]
-    names = dict.fromkeys(
-        name
-        for stage in held
-        for graphs in variants
-        if stage.name in graphs
-        for name in graphs[stage.name].state
-    )
+    reads = {stage.name: read_by(stage.name, variants) for stage in table.cut.stages}
+    names = dict.fromkeys(name for stage in held for name in reads[stage.name])
     root = _modules(table, held, variants, state, engine)
-    owners = holders(table.cut, variants) if owners is None else owners
+    if owners is None:
+        trained = {n for graphs in variants for stage in graphs.values() for n in stage.trained}
+        owners = holders(reads, trained)
     for group in table.cut.groups:
         root[_name(group, Kind.R)] = GroupOp(group, table.cut, variants, state, owners)
     emitter = _Emitter(table, rank, ahead)

@@ -7,7 +7,6 @@ values the microbatch has plays no part in it, so that it serves all of them.
 """
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.boundary import boundaries, record, undone
-from fxpipe.capture import Captured, captured_of, refuse_hooks
+from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
@@ -25,6 +24,7 @@ from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.opaque import Prefix, measured
 from fxpipe.prefix import Suffix
+from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
 from fxpipe.torch_modes import fake_like, seen_as_exported
 from fxpipe.wanted import Reader
@@ -123,7 +123,7 @@ def _try_out(prefix: Prefix, suffix: Captured, reader: Reader, microbatch: Micro
 
 
 def _loss(suffix: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **suffix.constants}
+    state = {**dict(named_state(model)), **suffix.constants}
     values = iter(inputs)
     holders = [node for node in suffix.graph.graph.nodes if node.op == "placeholder"]
     given = [
@@ -179,10 +179,10 @@ def _more_state(
     graph: fx.Graph, prefix: Prefix, known: Mapping[str, fx.Node], mode: Any
 ) -> dict[str, fx.Node]:
     """Inputs for what the prefix reads of the model, and the suffix does not."""
-    tensors = {**dict(prefix.model.named_parameters()), **dict(prefix.model.named_buffers())}
+    tensors = dict(named_state(prefix.model))
     made = {}
     for name in (name for name in prefix.state if name not in known):
-        made[name] = graph.placeholder(re.sub(r"\W+", "_", f"p_{name}"))
+        made[name] = graph.placeholder(placeholder_name(f"p_{name}"))
         made[name].meta = {"val": fake_like(mode, tensors[name])}
     return made
 

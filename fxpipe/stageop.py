@@ -238,6 +238,11 @@ def ends_of(cut: Cut, stage: str) -> Ends:
     )
 
 
+def read_by(stage: str, variants: Variants) -> list[str]:
+    """The tensors of the model that a stage reads in any variant."""
+    return [name for graphs in variants if stage in graphs for name in graphs[stage].state]
+
+
 def places(wanted: tuple[str, ...], among: tuple[str, ...]) -> Places:
     """Where each is among others, None for one that is not there; just None if all are alike."""
     if wanted == among:

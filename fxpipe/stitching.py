@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.capture import Captured
 from fxpipe.copying import IDENTITY, Joint, is_number
-from fxpipe.dataflow import arguments, aten, storages
+from fxpipe.dataflow import arguments, aten, differentiable, storages
 from fxpipe.pieces import Piece
 from fxpipe.split import Stage, Stages
 from fxpipe.strides import Layouts
@@ -89,8 +89,7 @@ def _fake(captured: Captured, stage: Stage, node: fx.Node, needs: set[str] | fro
         value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if isinstance(value, Tensor):
         wanted = node.name in needs or captured.state.get(node.name) in captured.trained
-        real = value.dtype.is_floating_point or value.dtype.is_complex
-        value = value.detach().requires_grad_(wanted and real)
+        value = value.detach().requires_grad_(wanted and differentiable(value))
     return value
 
 

@@ -12,6 +12,7 @@ from fxpipe.errors import CaptureError, ReadError
 from fxpipe.inputs import Microbatch
 from fxpipe.mode import Mode
 from fxpipe.rungs import capture_opaque
+from fxpipe.state import named_state
 from fxpipe.torch_internals import has_hooks, watching_hooks
 from fxpipe.wanted import LossFn, Outputs, Reader
 
@@ -46,8 +47,8 @@ class Tracer:
 
     def trace(self, microbatch: Microbatch) -> Captured:
         """A graph for a microbatch that fits none so far. Raises CaptureError."""
-        tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
-        owners = [*tensors.items(), *self._model.named_modules()] if self._train else []
+        owners = [*named_state(self._model, ties=False), *self._model.named_modules()]
+        owners = owners if self._train else []
         refuse_hooks([name or "the model" for name, owner in owners if has_hooks(owner)])
         return self._on_some_rung(microbatch)
 

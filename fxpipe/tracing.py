@@ -7,7 +7,7 @@ Alike are pieces with the same text whose inputs and tangents have the same size
 dtypes, and of which the same inputs want a gradient.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.dataflow import arguments, aten, is_in_place, is_item
+from fxpipe.dataflow import arguments, aten, closure, is_in_place, is_item
 from fxpipe.errors import CaptureError
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.pieces import Piece
@@ -42,13 +42,14 @@ class Traced:
         """What makes the outputs, and what is not to be left out or put off."""
         nodes = self.graph.graph.nodes
         fixed = [n for n in nodes if n.op == "call_function" and n.is_impure()]
-        needed = _behind([*self.outputs, *fixed])
+        needed = closure([*self.outputs, *fixed], _is_input)
         return tuple(n for n in nodes if n in needed or (is_item(n) and n.args[0] in needed))
 
     @cached_property
     def backward(self) -> tuple[fx.Node, ...]:
         """What else the gradients need."""
-        needed = _behind(n for n in self.gradients if n is not None).difference(self.forward)
+        ends = (n for n in self.gradients if n is not None)
+        needed = closure(ends, _is_input).difference(self.forward)
         return tuple(n for n in self.graph.graph.nodes if n in needed)
 
 
@@ -173,13 +174,5 @@ def _gradients(
     return found
 
 
-def _behind(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that `ends` need, themselves and numbers included, without placeholders."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node.op != "placeholder":
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder"

@@ -15,9 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from fxpipe.cut import Cut, Kind, Region, Role, Stage
 from fxpipe.errors import BatchError
-from fxpipe.lower import Lowered, shared
-
-_ROLES = (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)
+from fxpipe.lower import Lowered, holders, shared
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,7 @@ class Union:
     @cached_property
     def owners(self) -> dict[str, tuple[str, ...]]:
         """Name of a trained parameter -> the stages that hold it, in their order."""
-        found: dict[str, list[str]] = {}
-        for stage in self.cut.stage:
-            for name in self.reads[stage]:
-                if name in self.trained:
-                    found.setdefault(name, []).append(stage)
-        return {name: tuple(stages) for name, stages in found.items()}
+        return holders({stage: self.reads[stage] for stage in self.cut.stage}, self.trained)
 
     def held(self, ranks: Collection[int], every: Set[str]) -> set[str]:
         """Which of the model's tensors these ranks hold; what no stage reads is on the first."""
@@ -124,7 +117,7 @@ def _ordered(
             "regions of these stages into one with regions=, or train with them in separate steps"
         ) from error
     place = {
-        name: (_ROLES.index(regions[stage.region].role), at)
+        name: (list(Role).index(regions[stage.region].role), at)
         for at, (name, stage) in enumerate(stages.items())
     }
     order: list[str] = []
@@ -142,7 +135,7 @@ def _first(
     region: Region, stages: Mapping[str, Stage], order: Mapping[str, int]
 ) -> tuple[int, int]:
     own = [order[name] for name, stage in stages.items() if stage.region == region.name]
-    return _ROLES.index(region.role), min(own, default=0)
+    return list(Role).index(region.role), min(own, default=0)
 
 
 def _weighed(cut: Cut, other: Cut) -> Cut:

@@ -6,7 +6,7 @@ other arguments. Each is traced when the first microbatch of its kind comes. All
 cut (`fxpipe.union`), so that one table and one program run any mixture.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from fxpipe.mode import Mode, Watch, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
 from fxpipe.solving import read_by
+from fxpipe.state import canonical_names, named_state
 from fxpipe.tracer import Tracer
 from fxpipe.union import Union, union
 from fxpipe.wanted import LossFn, Outputs
@@ -77,6 +78,7 @@ class Variants:
         self._union: Union | None = None
         self._names: frozenset[str] = frozenset()
         self._handed: tuple[set[str], ...] = ()
+        self._checked: Union | None = None  # the union whose parameters are all among these
         self._mode: Mode = ()
         self._fits: dict[object, tuple[int, Sizes]] = {}
 
@@ -119,17 +121,12 @@ class Variants:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((tensor.device for _, tensor in self._tensors()), torch.device("cpu"))
+        return next((tensor.device for _, tensor in named_state(self._model)), torch.device("cpu"))
 
     @property
     def canonical(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the first name of the same tensor."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(tensor), name) for name, tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.named_parameters(remove_duplicate=False)
-        yield from self._model.named_buffers(remove_duplicate=False)
+        return canonical_names(self._model)
 
     def held(self, ranks: Collection[int]) -> set[str]:
         """Names of the tensors of these ranks; what no stage reads stays on the first rank."""
@@ -138,17 +135,21 @@ class Variants:
     def hand_out(self) -> None:
         """Note which parameters each rank has from now on: its optimizer will have these."""
         self._handed = tuple(self.held([rank]) for rank in range(self.ranks))
+        self._checked = None
 
     def check_handed(self) -> None:
         """Raises BatchError if microbatches have brought a rank a parameter that it was not given:
         its optimizer would leave it as it is, while other ranks train their copies of it."""
+        if self._checked is self._union:
+            return
         every = set(self.canonical.values())
         for rank, names in enumerate(self._handed):
             self.union.check_handed(rank, names, every)
+        self._checked = self._union
 
     def refresh(self) -> None:
         """Look up the model's tensors again: they may have been replaced since the last step."""
-        self.state.update(self._tensors())
+        self.state.update(named_state(self._model))
 
     def fit(self, microbatch: Microbatch, what: str) -> Fit:
         """The variant that runs a microbatch; traced now if there is none.
@@ -227,7 +228,7 @@ class Variants:
         if mode != self._mode:
             self._mode = mode
             self._tracer.follow(mode)
-            names = frozenset(name for name, _ in self._tensors())
+            names = frozenset(name for name, _ in named_state(self._model))
             self._memory.follow(names)
             self._restart(self._seen if names == self._names else Seen())
             self._names = names
@@ -250,14 +251,13 @@ class Variants:
             self._restart(Seen())  # it serves all values, from other stages than those had
         number, seen = len(self.graphs), self._seen.also(lowered)
         both = {number: lowered}
-        before = self._union
+        found = self._union
         if self.all and seen.roles != self._seen.roles:
             for other, variant in self.all.items():
                 how = variant, self.scheduler, self.ranks, seen
                 both[other] = moved(*how) or restaged(*how)
                 seen = seen.also(both[other])
-            before = None
-        found = before
+            found = None
         for other in sorted(both):
             found = union(found, both[other])
         assert found is not None

@@ -20,7 +20,6 @@ class Anchor:
 
 
 Known = Mapping[str, Anchor]
-_ORDER = (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)
 
 
 def recognised(
@@ -42,4 +41,4 @@ def together(known: Known, found: Known) -> dict[str, Anchor]:
     for name, anchor in found.items():
         before = known.get(name, anchor).parameters
         merged[name] = Anchor(anchor.role, before | anchor.parameters)
-    return dict(sorted(merged.items(), key=lambda item: _ORDER.index(item[1].role)))
+    return dict(sorted(merged.items(), key=lambda item: list(Role).index(item[1].role)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxpipe.dataflow import ASIDE, alias_of, data_inputs, is_in_place
+from fxpipe.dataflow import ASIDE, alias_of, closure, data_inputs, is_in_place
 from fxpipe.errors import CaptureError
 from fxpipe.passes.scatters import written_by
 from fxpipe.sizes import is_ratio, is_size, ratios_behind
@@ -111,7 +111,7 @@ class _Sorting:
         holder = {state[n.name]: n for n in self.graph.nodes if n.name in state}
         final = {holder[name]: node for name, node in zip(names, finals, strict=True)}
         self.final = {held: node for held, node in final.items() if held is not node}
-        self.needed = _behind(self.terms)
+        self.needed = closure(self.terms)
         self.foreseen = self._foreseen()
         self.carried = self._carried()
         unread = [h for h in self.final if h not in self.foreseen and h not in self.carried]
@@ -135,7 +135,7 @@ class _Sorting:
             found = kept
 
     def _sources(self, held: fx.Node) -> list[fx.Node]:
-        behind = _behind([self.final[held]])
+        behind = closure([self.final[held]])
         return [n for n in behind if n.op == "placeholder"]
 
     def _known(self, node: fx.Node, foreseen: Sequence[fx.Node]) -> bool:
@@ -152,7 +152,7 @@ class _Sorting:
             if not more:
                 return [h for h in self.final if h in found]
             found += more
-            read |= _behind(self.final[h] for h in more)
+            read |= closure(self.final[h] for h in more)
 
     def _depending(self, holders: Iterable[fx.Node]) -> set[fx.Node]:
         found = set(holders)
@@ -163,7 +163,7 @@ class _Sorting:
 
     def _late_nodes(self) -> list[fx.Node]:
         """What is computed after the step, in order."""
-        behind = _behind(self.final[h] for h in self.deferred)
+        behind = closure(self.final[h] for h in self.deferred)
         return [n for n in self.graph.nodes if n in behind and n in self.late and not _held(n)]
 
     def _at_hand(self, node: fx.Node) -> bool:
@@ -184,7 +184,7 @@ class _Sorting:
 
     def updates(self) -> Updates:
         """The record of all that forward changes."""
-        behind = _behind(self.final[h] for h in self.foreseen)
+        behind = closure(self.final[h] for h in self.foreseen)
         early = [n for n in self.graph.nodes if n in behind and not _held(n)]
         return Updates(
             stats=tuple(node.name for node in self.stats),
@@ -224,7 +224,7 @@ class _Sorting:
 
     def without_updates(self) -> fx.GraphModule:
         """The graph of the loss; what stands aside is marked, and has no reader in it."""
-        aside, spare = _behind(self.stats) - self.needed, _behind(self.final.values())
+        aside, spare = closure(self.stats) - self.needed, closure(self.final.values())
         self.graph.output(tuple(self.terms))
         for node in reversed(list(self.graph.nodes)):
             if node.op != "call_function" or node in self.needed:
@@ -239,15 +239,3 @@ class _Sorting:
 
 def _held(node: fx.Node) -> bool:
     return node.op == "placeholder"
-
-
-def _behind(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """What these nodes are computed from, themselves included."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen

@@ -9,14 +9,14 @@ goes where; the gradient flows through ordinary operators.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxpipe.building import Builder
-from fxpipe.chance import Blank, Draw, memory_order, seeded, state_of
+from fxpipe.chance import Blank, Draw, inverse, memory_order, seeded, state_of
 from fxpipe.dataflow import aten, function, is_in_place, is_random, path
 from fxpipe.errors import CaptureError
 from fxpipe.torch_internals import expression
@@ -140,7 +140,7 @@ class _Writer:
         value = self.builder.call(aten.detach.default, node, value)
         value = self.builder.call(aten.permute.default, node, value, list(order))
         value = self.builder.call(aten.contiguous.default, node, value)
-        return self.builder.call(aten.permute.default, node, value, _back(order))
+        return self.builder.call(aten.permute.default, node, value, inverse(order))
 
     def _like(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """Ones, of the shape and the memory order that a new tensor like this one has in eager."""
@@ -151,7 +151,7 @@ class _Writer:
         ones = call(aten.full.default, node, sizes, 1, **kwargs)
         if list(order) == sorted(order):
             return ones  # type: ignore[no-any-return]
-        return call(aten.permute.default, node, ones, _back(order))  # type: ignore[no-any-return]
+        return call(aten.permute.default, node, ones, inverse(order))  # type: ignore[no-any-return]
 
     def _size(self, node: fx.Node, value: fx.Node, dim: int) -> Any:
         size = value.meta["val"].shape[dim]
@@ -246,10 +246,6 @@ def _blank(node: fx.Node) -> Any:
     if not isinstance(value, (int, torch.SymInt)):
         raise _UnknownError
     return expression(value)
-
-
-def _back(order: Sequence[int]) -> list[int]:
-    return [list(order).index(dim) for dim in range(len(order))]
 
 
 def _functional(node: fx.Node) -> Callable[..., Any]:

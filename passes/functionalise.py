@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.dataflow import CUTS_GRADIENT, alias_of, arguments, aten, function, is_in_place
+from fxpipe.dataflow import (
+    CUTS_GRADIENT,
+    alias_of,
+    arguments,
+    aten,
+    differentiable,
+    function,
+    is_in_place,
+)
 from fxpipe.errors import CaptureError
 from fxpipe.passes.inline_no_grad import NO_GRAD
 from fxpipe.passes.scatters import (
@@ -118,8 +126,7 @@ class _Writer:
         target = self.same.get(target, target)
         value = self._value(node, target)
         if node.meta.get(NO_GRAD):
-            value_of = target.meta["val"]
-            floating = value_of.is_floating_point() or value_of.is_complex()
+            floating = differentiable(target.meta["val"])
             if floating and self._is_tracked(target):
                 why = "under no_grad it changes a value that has a gradient; use x = x.detach()"
                 raise CaptureError(refusal(node, why))

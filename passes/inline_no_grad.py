@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.dataflow import arguments, aten, path
+from fxpipe.dataflow import arguments, aten, differentiable, path
 from fxpipe.errors import CaptureError
 
 NO_GRAD = "no_grad"
@@ -71,7 +71,7 @@ def _block(node: fx.Node) -> tuple[Any, ...]:
 
 def _detached(graph: fx.Graph, value: Any) -> Any:
     meta = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(meta, torch.Tensor) or not (meta.is_floating_point() or meta.is_complex()):
+    if not isinstance(meta, torch.Tensor) or not differentiable(meta):
         return value
     result = graph.call_function(aten.detach.default, (value,))
     result.meta = dict(value.meta)

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.dataflow import arguments, function
+from fxpipe.dataflow import arguments
+from fxpipe.spans import ends, run_node
 from fxpipe.torch_functions import is_vmap_end, is_vmap_start
 
 
@@ -48,10 +49,7 @@ def _batched(
     module: fx.GraphModule, span: Sequence[fx.Node], graph: fx.Graph, env: dict[fx.Node, Any]
 ) -> None:
     """Write the operators that a span of nodes comes to."""
-    inside = set(span)
-    read = dict.fromkeys(source for node in span for source in node.all_input_nodes)
-    inputs = [node for node in read if node not in inside]
-    outputs = [node for node in span if any(user not in inside for user in node.users)]
+    inputs, outputs = ends(span)
     run = _runner(module, span, inputs, outputs)
     with torch.no_grad():
         traced = make_fx(run, tracing_mode="symbolic")([node.meta["val"] for node in inputs])
@@ -79,12 +77,7 @@ def _runner(
     def run(values: list[Any]) -> list[Any]:
         made: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
         for node in span:
-            if node.op == "get_attr":
-                made[node] = attrgetter(str(node.target))(module)
-            else:
-                args = fx.node.map_arg(node.args, made.__getitem__)
-                kwargs = fx.node.map_arg(node.kwargs, made.__getitem__)
-                made[node] = function(node)(*args, **kwargs)
+            made[node] = run_node(module, node, made)
         return [made[node] for node in outputs]
 
     return run

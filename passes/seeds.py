@@ -247,8 +247,7 @@ def given_seeds(facts: Facts, given: Mapping[str, Sequence[str]]) -> Seeds:
     why = {node: f"given: regions[{name!r}]" for node, name in forced.items()}
     inside = [chain for chain in facts.chains if set(chain.nodes) <= core]
     blocks = max(inside, key=lambda chain: facts.work(chain.nodes)).blocks if inside else ()
-    order = (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)
-    ordered = sorted(roles.items(), key=lambda item: order.index(item[1]))
+    ordered = sorted(roles.items(), key=lambda item: list(Role).index(item[1]))
     return Seeds(dict(ordered), forced, blocks, why)
 
 

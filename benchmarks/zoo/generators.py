@@ -23,6 +23,20 @@ def _of_diffusers(name: str) -> Any:
     return getattr(diffusers, name)
 
 
+def _painted(
+    blocks: Any, noisy: Tensor, context: Tensor, timestep: Tensor, **others: Any
+) -> Tensor:
+    """What a diffusion transformer makes of noise, text and time."""
+    made: Tensor = blocks(
+        hidden_states=noisy,
+        encoder_hidden_states=context,
+        timestep=timestep,
+        return_dict=False,
+        **others,
+    )[0]
+    return made
+
+
 class Painter(nn.Module):
     """Words are learnt by cross-entropy, the picture by the velocity of a straight flow."""
 
@@ -77,14 +91,8 @@ class _StableDiffusion3(nn.Module):
 
     def forward(self, noisy: Tensor, context: Tensor, mask: Tensor, timestep: Tensor) -> Tensor:
         weight = mask.unsqueeze(-1) / mask.sum(1)[:, None, None]
-        made: Tensor = self.blocks(
-            hidden_states=noisy,
-            encoder_hidden_states=context,
-            pooled_projections=self.pooled((context * weight).sum(1)),
-            timestep=timestep,
-            return_dict=False,
-        )[0]
-        return made
+        pooled = self.pooled((context * weight).sum(1))
+        return _painted(self.blocks, noisy, context, timestep, pooled_projections=pooled)
 
 
 class _PixArt(nn.Module):
@@ -107,15 +115,9 @@ class _PixArt(nn.Module):
         )
 
     def forward(self, noisy: Tensor, context: Tensor, mask: Tensor, timestep: Tensor) -> Tensor:
-        made: Tensor = self.blocks(
-            hidden_states=noisy,
-            encoder_hidden_states=context,
-            encoder_attention_mask=mask,
-            timestep=timestep,
-            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-            return_dict=False,
-        )[0]
-        return made
+        sizes = {"resolution": None, "aspect_ratio": None}
+        others = {"encoder_attention_mask": mask, "added_cond_kwargs": sizes}
+        return _painted(self.blocks, noisy, context, timestep, **others)
 
 
 class _QwenImage(nn.Module):
@@ -136,14 +138,10 @@ class _QwenImage(nn.Module):
 
     def forward(self, noisy: Tensor, context: Tensor, mask: Tensor, timestep: Tensor) -> Tensor:
         samples, _, down, across = noisy.shape
-        made: Tensor = self.blocks(
-            hidden_states=nn.functional.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2),
-            encoder_hidden_states=context,
-            encoder_hidden_states_mask=mask.bool(),
-            timestep=timestep / 1000,
-            img_shapes=[[(1, down // 2, across // 2)]] * samples,
-            return_dict=False,
-        )[0]
+        shapes = [[(1, down // 2, across // 2)]] * samples
+        patches = nn.functional.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2)
+        others = {"encoder_hidden_states_mask": mask.bool(), "img_shapes": shapes}
+        made = _painted(self.blocks, patches, context, timestep / 1000, **others)
         rows = made.transpose(1, 2).reshape(samples, -1, down // 2, across // 2)
         return nn.functional.pixel_shuffle(rows, 2)
 
@@ -168,13 +166,7 @@ class _Wan(nn.Module):
         )
 
     def forward(self, noisy: Tensor, context: Tensor, mask: Tensor, timestep: Tensor) -> Tensor:
-        made: Tensor = self.blocks(
-            hidden_states=noisy,
-            encoder_hidden_states=context,
-            timestep=timestep,
-            return_dict=False,
-        )[0]
-        return made
+        return _painted(self.blocks, noisy, context, timestep)
 
 
 def _batch(frames: Sequence[int], g: torch.Generator) -> list[Microbatch]:

@@ -55,6 +55,8 @@ CAPTURE = (
     "wanted",
     "sizes",
     "dataflow",
+    "spans",
+    "state",
     *STATE,
     *EXPORT,
     "capture",
