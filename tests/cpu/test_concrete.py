@@ -1,6 +1,5 @@
 """Models that read values of their inputs in Python: graphs for the values that they were read."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,23 +11,15 @@ import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import contents
+from tests.eager import trained_alike
 from tests.grids import GridModel, grids
-from tests.models import worst
 
 pytestmark = pytest.mark.slow
 
 
 def against_eager(model: nn.Module, batch: Sequence[Any], **how: Any) -> fxpipe.Pipe:
-    """A step has the loss and the gradients of eager."""
-    reference, found = copy.deepcopy(model), 0.0
-    for mb in batch:
-        loss = reference(**mb) / len(batch)
-        loss.backward()
-        found += float(loss.detach())
-    pipe = fxpipe.compile(model, batch[0], ranks=2, backend="local", **how)
-    assert float(pipe.step(batch).loss) == pytest.approx(found, rel=1e-5)
-    assert worst(model, reference) < 1e-5
-    return pipe
+    """A step has the losses and the gradients of eager."""
+    return trained_alike(model, batch, 1e-5, ranks=2, **how)
 
 
 def test_values_that_repeat() -> None:

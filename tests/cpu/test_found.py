@@ -1,6 +1,5 @@
 """What random models have found: the smallest model of each kind equals eager."""
 
-import copy
 import math
 import random
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.backends.wire import _message, pack, unpack
 from fxpipe.errors import BatchError, CaptureError
-from tests.models import worst
+from tests.eager import trained_alike
 
 pytestmark = pytest.mark.slow
 
@@ -120,12 +119,7 @@ def test_equals_eager(body: Body) -> None:
     model = Model(body).double()
     model.body(model, torch.zeros(2, 2, 4).double())
     batch = [{"ids": torch.randint(0, 9, (2, 3))} for _ in range(2)]
-    reference = copy.deepcopy(model)
-    expected = [reference(**mb) for mb in batch]
-    (sum(expected) / len(batch)).backward()  # type: ignore[union-attr]
-    result = fxpipe.compile(model, batch[0], schedule="nested/1f1b", ranks=2).step(batch)
-    assert torch.allclose(result.losses, torch.stack(expected), rtol=1e-10, atol=0)
-    assert worst(model, reference) < 1e-10
+    trained_alike(model, batch, 1e-10, schedule="nested/1f1b", ranks=2)
 
 
 class Scaling(nn.Module):

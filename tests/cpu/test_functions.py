@@ -1,6 +1,5 @@
 """Custom autograd functions have eager's gradients, or are refused by name."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError
-from tests.models import worst
+from tests.eager import trained_alike
 
 pytestmark = pytest.mark.slow
 
@@ -114,13 +113,8 @@ class Model(nn.Module):
 def test_gradients(body: Body) -> None:
     torch.manual_seed(0)
     model = Model(body).double()
-    reference = copy.deepcopy(model)
     batch = [(torch.randint(0, 9, shape),) for shape in [(2, 3), (3, 5)]]
-    expected = sum(reference(*mb) for mb in batch) / 2
-    expected.backward()  # type: ignore[union-attr]
-    found = fxpipe.compile(model, batch[0], ranks=2, backend="local").step(batch)
-    assert torch.allclose(found.loss, expected, rtol=1e-12)
-    assert worst(model, reference) < 1e-12
+    trained_alike(model, batch, 1e-12, ranks=2)
 
 
 class Writes(Straight):

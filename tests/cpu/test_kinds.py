@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError
+from tests.eager import step_alike
 from tests.models import worst
 
 Body = Callable[["Layer", Tensor], Tensor]
@@ -97,11 +98,7 @@ def check(model: Model) -> None:
         for shape in [(2, 3), (3, 4), (2, 6)]
     ]
     reference = copy.deepcopy(model)
-    expected = [reference(**mb) for mb in batch]
-    (sum(expected) / len(batch)).backward()  # type: ignore[union-attr]
-    losses = fxpipe.compile(model, ranks=2, backend="local").step(batch).losses
-    assert torch.allclose(losses, torch.stack(expected), rtol=1e-10, atol=0)
-    assert worst(model, reference) < 1e-10
+    step_alike(fxpipe.compile(model, ranks=2, backend="local"), batch, reference, 1e-10)
     for buffer, wanted in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.allclose(buffer, wanted, rtol=1e-10)
 

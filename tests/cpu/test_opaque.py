@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CaptureError, RankError
 from fxpipe.inputs import Microbatch
+from tests.eager import step_alike
 from tests.grids import GridModel, grids
-from tests.models import worst
 
 pytestmark = pytest.mark.slow
 
@@ -20,16 +20,7 @@ SIZES = [[(2, 4), (4, 2)], [(4, 4), (2, 2)], [(2, 2)] * 3, [(2, 2)] * 5 + [(4, 2
 
 def step(pipe: fxpipe.Pipe, batch: Sequence[Microbatch]) -> None:
     """A step has the loss and the gradients of eager."""
-    reference = copy.deepcopy(pipe.model)
-    pipe.model.zero_grad()
-    reference.zero_grad()
-    found = 0.0
-    for mb in batch:
-        loss = reference(**mb) / len(batch)
-        loss.backward()
-        found += float(loss.detach())
-    assert float(pipe.step(batch).loss) == pytest.approx(found, rel=1e-5)
-    assert worst(pipe.model, reference) < 1e-5
+    step_alike(pipe, batch, copy.deepcopy(pipe.model), 1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """In-place writes of many kinds have eager's values and gradients, or are refused by name."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError
-from tests.models import worst
+from tests.eager import trained_alike
 
 pytestmark = pytest.mark.slow
 
@@ -78,13 +77,8 @@ class Model(nn.Module):
 def test_values(bodies: list[Body]) -> None:
     torch.manual_seed(0)
     model = Model(bodies).double()
-    reference = copy.deepcopy(model)
     batch = [(torch.randint(0, 9, shape),) for shape in [(2, 3), (3, 5)]]
-    expected = sum(reference(*mb) for mb in batch) / 2
-    expected.backward()  # type: ignore[union-attr]
-    found = fxpipe.compile(model, batch[0], ranks=2, backend="local").step(batch)
-    assert torch.allclose(found.loss, expected, rtol=1e-12)
-    assert worst(model, reference) < 1e-12
+    trained_alike(model, batch, 1e-12, ranks=2)
 
 
 def behind_autograd(x: Tensor, y: Tensor) -> Tensor:
