@@ -20,6 +20,8 @@ from fxpipe.dataflow import (
     differentiable,
     function,
     is_in_place,
+    is_item,
+    storages,
 )
 from fxpipe.errors import CaptureError
 from fxpipe.passes.inline_no_grad import NO_GRAD
@@ -65,6 +67,7 @@ class _Writer:
         self.version: dict[fx.Node, int] = {}
         self.seen: dict[fx.Node, int] = {}
         self.tracked: set[fx.Node] = set()
+        self.results: dict[tuple[fx.Node, object], fx.Node] = {}
 
     def copy(self, node: fx.Node) -> None:
         """Take over one node of the old graph."""
@@ -81,9 +84,18 @@ class _Writer:
 
     def _note_view(self, node: fx.Node) -> None:
         source = alias_of(node)
-        if source is not None:
-            self.parent[node] = source
-            self.seen[node] = self.version.get(self._root(node), 0)
+        if source is None:
+            return
+        if is_item(node) and self._has_apart(source):
+            self.same[node] = self.results.setdefault((source, node.args[1]), node)
+            return
+        self.parent[node] = source
+        self.seen[node] = self.version.get(self._root(node), 0)
+
+    def _has_apart(self, maker: fx.Node) -> bool:
+        """Whether the results of an operator (of `topk`) have each memory of its own."""
+        places = storages(maker)
+        return maker not in self.parent and len(set(places)) == len(places)
 
     def _has_gradient(self, node: fx.Node) -> bool:
         """Whether a node may depend on a trained parameter."""

@@ -59,6 +59,15 @@ def outputs(x: Tensor, y: Tensor) -> Tensor:
     return x * scale + y @ table
 
 
+def several(x: Tensor, y: Tensor) -> Tensor:
+    value, _ = y.softmax(-1).topk(2, dim=-1)
+    value /= value.sum(-1, keepdim=True)
+    index = y.detach().topk(2, dim=-1)[1]
+    index += 1
+    index[..., 0] -= 1
+    return x * value.sum(-1, keepdim=True) * value[..., :1] + index.sum(-1, keepdim=True)
+
+
 class Model(nn.Module):
     def __init__(self, bodies: list[Body]) -> None:
         super().__init__()
@@ -73,7 +82,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("bodies", [[masks, moved, outputs], [taken_apart, parts]])
+@pytest.mark.parametrize("bodies", [[masks, moved, outputs], [taken_apart, parts, several]])
 def test_values(bodies: list[Body]) -> None:
     torch.manual_seed(0)
     model = Model(bodies).double()
