@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line
-from fxpipe.torch_modes import seen_as_exported
+from fxpipe.library_masks import as_exported
 
 _READS = (
     Tensor.tolist,
@@ -125,7 +125,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     reading = _Reading(clock)
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
-        with undone(model), torch.no_grad(), seen_as_exported(), reading:
+        with undone(model), torch.no_grad(), as_exported(), reading:
             model(*args, **kwargs)
     finally:
         for hook in hooks:

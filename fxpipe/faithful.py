@@ -14,6 +14,7 @@ import numpy
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.library_masks import masks_as_untraced
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_patches import checkpoints_as_calls, data_as_detach, inference_as_no_grad
 
@@ -36,7 +37,7 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     """
     before = random.getstate(), numpy.random.get_state(legacy=False)
     numbers = _numbers(model)
-    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls():
+    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), masks_as_untraced():
         yield
     moved.clear()
     moved.update((k, v) for k, v in _numbers(model).items() if numbers.get(k) != v)

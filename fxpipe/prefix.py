@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_frames, calling_line
 from fxpipe.inputs import rebuild
+from fxpipe.library_masks import as_exported, masks_as_untraced
 from fxpipe.readings import LeakError, Read
 from fxpipe.torch_internals import is_fake
-from fxpipe.torch_modes import seen_as_exported, without_function_modes, without_tracing
+from fxpipe.torch_modes import without_function_modes, without_tracing
 from fxpipe.trees import map_leaves, take_apart
 from fxpipe.wanted import Reader
 
@@ -88,7 +89,7 @@ def run_until(
         stop, with_kwargs=True, prepend=True
     )
     try:
-        with seen_as_exported(), choices:
+        with as_exported(), choices:
             torch.func.functional_call(model, dict(state or {}), args, kwargs)
     except _ReachedError as reached:
         return reached.found
@@ -133,7 +134,7 @@ class Suffix(nn.Module):
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
-        with border:
+        with border, masks_as_untraced():
             try:
                 border.start()
                 values = self.reader(self.model(*args, **kwargs))

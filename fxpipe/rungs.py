@@ -22,11 +22,12 @@ from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
+from fxpipe.library_masks import as_exported
 from fxpipe.opaque import Prefix, measured
 from fxpipe.prefix import Suffix
 from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
-from fxpipe.torch_modes import fake_like, seen_as_exported
+from fxpipe.torch_modes import fake_like
 from fxpipe.wanted import Reader
 
 _CROSSING = "before the boundary"
@@ -106,7 +107,7 @@ def _try_out(prefix: Prefix, suffix: Captured, reader: Reader, microbatch: Micro
         return
     leaves = [tensor for _, tensor in tensors]
     args, kwargs = rebuild(leaves, structure, fixed)
-    with torch.no_grad(), seen_as_exported():
+    with torch.no_grad(), as_exported():
         with undone(prefix.model):
             wanted = reader(prefix.model(*args, **kwargs))[0]
         with undone(prefix.model):

@@ -37,6 +37,7 @@ EXPORT = (
     "datasizes",
     "functions",
     "concrete",
+    "library_masks",
     "faithful",
     "exporting",
     "readings",

@@ -1,0 +1,107 @@
+"""Masks that a library leaves out where they hide nothing, but not while it is traced.
+
+transformers drops a bidirectional mask that is all true, and attention without a mask is causal in
+modules that call themselves so: such a tower is causal without padding and bidirectional with it.
+A trace keeps the mask, as no graph could say what is in it, and so would be bidirectional always.
+In here such attention gets, of a mask that is all true, a causal one.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.torch_internals import storage_of
+from fxpipe.torch_modes import seen_as_exported
+
+_SDPA = "sdpa"
+
+
+class Droppable(NamedTuple):
+    """A mask that is left out where it hides nothing and no window does."""
+
+    mask: Tensor
+    window: int | None
+
+    def seen(self, rows: int, columns: int, mask: Tensor) -> Tensor:
+        """What is attended to: a causal mask where this one is left out, else the mask given."""
+        if self.window is not None and columns >= self.window:
+            return mask
+        device = mask.device
+        causal = torch.arange(rows, device=device)[:, None] >= torch.arange(columns, device=device)
+        return torch.where(self.mask.all(), causal, mask)
+
+
+@contextmanager
+def as_exported() -> Iterator[None]:
+    """A model sees that it is exported, as in a trace, and attends as when it is not."""
+    with seen_as_exported(), masks_as_untraced():
+        yield
+
+
+@contextmanager
+def masks_as_untraced() -> Iterator[None]:
+    """Inside, a model that sees that it is exported attends as it does when it is not."""
+    masking = sys.modules.get("transformers.masking_utils")
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if masking is None or modeling is None:
+        yield
+        return
+    makers = masking.ALL_MASK_ATTENTION_FUNCTIONS
+    attention = modeling.ALL_ATTENTION_FUNCTIONS
+    found: dict[object, Droppable] = {}  # by memory: views of a mask are passed on as well
+    with (
+        _instead(makers, _noting(makers[_SDPA], found)),
+        _instead(attention, _attending(attention[_SDPA], found)),
+    ):
+        yield
+
+
+@contextmanager
+def _instead(table: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """A function in its place in one of the library's tables."""
+    before = table[_SDPA]
+    table.register(_SDPA, function)
+    try:
+        yield
+    finally:
+        table.register(_SDPA, before)
+
+
+def _noting(make: Callable[..., Any], found: dict[object, Droppable]) -> Callable[..., Any]:
+    """The library's maker of masks, which notes those that it may leave out."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        mask = make(*args, **kwargs)
+        if kwargs.get("allow_is_bidirectional_skip") and isinstance(mask, Tensor):
+            found[storage_of(mask)] = Droppable(mask, kwargs.get("local_size"))
+        return mask
+
+    return made
+
+
+def _attending(attend: Callable[..., Any], found: dict[object, Droppable]) -> Callable[..., Any]:
+    """The library's attention, with a mask that says what it would attend to without a trace."""
+
+    def attended(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        known = found.get(storage_of(attention_mask)) if attention_mask is not None else None
+        if known is not None and causal and query.shape[2] > 1:
+            attention_mask = known.seen(query.shape[2], key.shape[2], attention_mask)
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return attend(module, query, key, value, attention_mask, **given)
+
+    return attended
