@@ -107,7 +107,7 @@ def differentiate(
                     grads[pair] = tuple(v for v in stages.links[pair] if v in returned)
             traced[name] = joint, parts_of(captured, stages, name, grads, joint)
     ordered = {name: traced[name] for name in stages}
-    graphs = graphs_of(captured, ordered, recompute)
+    graphs = _graphs(captured, ordered, recompute)
     return Differentiated(graphs, grads, tuple(guards(mode)), ordered)
 
 
@@ -115,7 +115,7 @@ def repartition(
     captured: Captured, found: Differentiated, recompute: Collection[str]
 ) -> Differentiated:
     """The same stages with other regions that recompute; nothing is traced again."""
-    return replace(found, graphs=graphs_of(captured, found.traced, recompute))
+    return replace(found, graphs=_graphs(captured, found.traced, recompute))
 
 
 def _needs_gradient(captured: Captured, stages: Stages) -> frozenset[str]:
@@ -177,7 +177,7 @@ def _trained(captured: Captured, stage: Stage, joint: Joint) -> dict[str, fx.Nod
     }
 
 
-def graphs_of(
+def _graphs(
     captured: Captured, traced: Mapping[str, tuple[Joint, Parts]], recompute: Collection[str]
 ) -> dict[str, StageGraphs]:
     """The three graphs of every stage. recompute: regions that compute their forward again."""

@@ -165,6 +165,7 @@ class Pipe:
                 self._variants.fit_all(self._example, names)
             else:
                 self._variants.fit(self._example, "the example")
+            self._steps.catch_up()
 
     @property
     def captured(self) -> Captured:
@@ -236,7 +237,12 @@ class Pipe:
         yield from (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's parameters and buffers under the model's own names, tied ones under each."""
+        """This rank's parameters and buffers under the model's own names, tied ones under each.
+
+        Raises BatchError if another pipe of this model has since trained some on other ranks.
+        """
         mine = self._variants.held(self.backend.mine)
+        self._variants.refresh()
+        self._variants.holding.copies.refuse(mine, self._variants.state)
         names = self._variants.canonical
         return {k: v for k, v in self.model.state_dict().items() if names.get(k, k) in mine}

@@ -102,6 +102,14 @@ class Steps:
         parts = split_batch(batch, self.microbatches)
         step, bound, factors = self.advance(parts, weights, order, seeds=seeds)
         self._accumulate(step.gradients)
+        if self._apart:
+            union, holding, (rank,) = (
+                self._variants.union,
+                self._variants.holding,
+                self._backend.mine,
+            )
+            where = holding.by_rank(union), union.trained, rank
+            holding.copies.trained(*where, self._variants.state)
         self._write(step.buffers)
         return Result(step.losses, factors.cpu(), _metrics(returned(step, bound)))
 
@@ -118,8 +126,10 @@ class Steps:
         _refuse_meta(self._variants.device)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
-        if len(self._backend.mine) < self._backend.ranks:
-            self._variants.check_handed()
+        self._variants.refresh()
+        self.catch_up()
+        if self._apart:
+            self._variants.holding.check(self._variants.union)
         factors = self._weights(weights, len(parts))
         order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
         bound = []
@@ -131,7 +141,6 @@ class Steps:
         self.microbatches = self.microbatches or len(parts)
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
         self._backend.connect(programs[self._backend.mine[0]].table)
-        self._variants.refresh()
         self.last = run_step(
             self._backend,
             programs,
@@ -143,6 +152,20 @@ class Steps:
             seeds=_checked(seeds, len(parts)),
         )
         return self.last, bound, factors
+
+    def catch_up(self) -> None:
+        """Have the newest of what the ranks of this process read. Every rank calls it."""
+        known = self._variants
+        if self._apart:
+            held = known.holding.by_rank(known.union)
+            known.holding.copies.bring(self._backend, held, known.state)
+        else:
+            known.holding.copies.refuse(known.held(self._backend.mine), known.state)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether other processes have copies of the model of their own."""
+        return len(self._backend.mine) < self._backend.ranks
 
     @property
     def count(self) -> int:

@@ -32,22 +32,30 @@ class Union:
         """Name of a trained parameter -> the stages that hold it, in their order."""
         return holders({stage: self.reads[stage] for stage in self.cut.stage}, self.trained)
 
-    def held(self, ranks: Collection[int], every: Set[str]) -> set[str]:
+    def held(self, ranks: Collection[int], every: Set[str]) -> frozenset[str]:
         """Which of the model's tensors these ranks hold; what no stage reads is on the first."""
         stages = [s.name for s in self.cut.stages if s.rank is None or s.rank in ranks]
-        here = set[str]().union(*(self.reads[name] for name in stages))
-        return here | (set(every).difference(*self.reads.values()) if 0 in ranks else set())
+        here = frozenset[str]().union(*(self.reads[name] for name in stages))
+        return here.union(set(every).difference(*self.reads.values()) if 0 in ranks else ())
 
-    def check_handed(self, rank: int, names: Set[str], every: Set[str]) -> None:
-        """Raises BatchError if a rank trains a parameter that is not among those given out."""
-        new = sorted(self.held([rank], every) & self.trained - names)
-        if new:
-            raise BatchError(
-                f"these microbatches use {new[0]} on rank {rank}, which was not among the "
-                "parameters that this rank has given out: its optimizer would not train it. Give "
-                "compile an example of each path, example=[...]; or take the pipe's parameters "
-                "again for a new optimizer, and repeat the step"
-            )
+    def keeping(self, handed: Sequence[Set[str]]) -> "Union":
+        """With the parameters that ranks have given out: where others still train one, its
+        gradient goes to every rank that has, or its copy would fall behind its optimizer's."""
+        reads = dict(self.reads)
+        for rank, names in enumerate(handed):
+            own = next((stage.name for stage in self.cut.stages if stage.rank == rank), None)
+            more = (names & self.trained) - self.held([rank], set())
+            if more and own is not None:
+                reads[own] = (*reads[own], *sorted(more))
+        if reads == self.reads:
+            return self
+        found = Union(self.cut, reads, self.trained)
+        return replace(found, cut=replace(self.cut, shared=shared(found.owners, found.places)))
+
+    @property
+    def places(self) -> dict[str, int | None]:
+        """Stage -> its rank."""
+        return {name: stage.rank for name, stage in self.cut.stage.items()}
 
 
 def union(before: Union | None, lowered: Lowered) -> Union:
@@ -64,8 +72,7 @@ def union(before: Union | None, lowered: Lowered) -> Union:
     trained |= before.trained
     cut = _united(before.cut, lowered.cut)
     found = Union(cut, reads, trained)
-    ranks = {name: stage.rank for name, stage in cut.stage.items()}
-    cut = replace(cut, shared=shared(found.owners, ranks))
+    cut = replace(cut, shared=shared(found.owners, found.places))
     if cut == before.cut:
         return Union(before.cut, reads, trained)
     return Union(_weighed(cut, lowered.cut), reads, trained)

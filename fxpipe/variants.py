@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Fit, Sizes, mismatch, other_float, with_data
+from fxpipe.copies import copies_of
 from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.holding import Holding
 from fxpipe.inputs import Ask, Microbatch
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
@@ -45,7 +47,7 @@ class Variants:
     """Lowered graphs of one model, made as microbatches ask for them.
 
     all: by number; graphs: those of each number, none where it was let go; generation: changes with
-    what programs are made of; dropped: how many were let go
+    what programs are made of; dropped: how many were let go; holding: what each rank holds
     """
 
     def __init__(
@@ -77,8 +79,7 @@ class Variants:
         self._seen = Seen()
         self._union: Union | None = None
         self._names: frozenset[str] = frozenset()
-        self._handed: tuple[set[str], ...] = ()
-        self._checked: Union | None = None  # the union whose parameters are all among these
+        self.holding = Holding(copies_of(model), ranks, lambda: set(self.canonical.values()))
         self._mode: Mode = ()
         self._fits: dict[object, tuple[int, Sizes]] = {}
 
@@ -111,6 +112,10 @@ class Variants:
     @property
     def union(self) -> Union:
         """What all variants are together. Raises BatchError if there was none yet."""
+        return self.holding.whole(self._bare)
+
+    @property
+    def _bare(self) -> Union:
         return self._union or union(None, self.first)
 
     @property
@@ -128,24 +133,13 @@ class Variants:
         """Every name of a parameter or buffer -> the first name of the same tensor."""
         return canonical_names(self._model)
 
-    def held(self, ranks: Collection[int]) -> set[str]:
+    def held(self, ranks: Collection[int]) -> frozenset[str]:
         """Names of the tensors of these ranks; what no stage reads stays on the first rank."""
         return self.union.held(ranks, set(self.canonical.values()))
 
     def hand_out(self) -> None:
         """Note which parameters each rank has from now on: its optimizer will have these."""
-        self._handed = tuple(self.held([rank]) for rank in range(self.ranks))
-        self._checked = None
-
-    def check_handed(self) -> None:
-        """Raises BatchError if microbatches have brought a rank a parameter that it was not given:
-        its optimizer would leave it as it is, while other ranks train their copies of it."""
-        if self._checked is self._union:
-            return
-        every = set(self.canonical.values())
-        for rank, names in enumerate(self._handed):
-            self.union.check_handed(rank, names, every)
-        self._checked = self._union
+        self.generation += self.holding.hand_out(self._bare)
 
     def refresh(self) -> None:
         """Look up the model's tensors again: they may have been replaced since the last step."""

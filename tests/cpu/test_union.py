@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import variants
+from fxpipe.copies import copies_of
 from fxpipe.errors import BatchError
-from fxpipe.union import Union
 from tests.models import Small, worst
 
 
@@ -68,10 +68,28 @@ def test_a_rank_says_when_it_gets_a_parameter_later() -> None:
     pipe = fxpipe.compile(model, {"x": x}, ranks=2, backend="local")
     given = pipe._variants
     list(pipe.parameters())
-    given.check_handed()
+    given.holding.check(given.union)
     given.fit({"x": x, "extra": x}, "one more")
-    with pytest.raises(BatchError, match=r"extra\..* on rank 1.*example=\[\.\.\.\]"):
-        given.check_handed()
-    assert isinstance(given.union, Union)
+    with pytest.raises(BatchError, match=r"rank 1 now trains extra\..*example=\[\.\.\.\]"):
+        given.holding.check(given.union)
     list(pipe.parameters())
-    given.check_handed()
+    given.holding.check(given.union)
+
+
+def test_what_was_given_out_still_gets_its_gradient() -> None:
+    """Also where its rank does not read it any more."""
+    model, reference = _pair()
+    batch = [{"x": torch.randn(2, 3).double()}]
+    pipe = fxpipe.compile(model, batch[0], ranks=2, backend="local", schedule="nested/1f1b")
+    union = pipe._variants.union
+    name = "blocks.0.down.weight"
+    assert union.owners[name] == (first := pipe.cut.stages[0].name,)
+    kept = union.keeping((frozenset(), frozenset({name})))
+    last = pipe.cut.stages[-1].name
+    assert kept.owners[name] == (first, last)
+    assert (first, last) in kept.cut.shared
+    assert kept.keeping((frozenset(), frozenset({name}))) is kept
+    copies_of(model).handed = (frozenset(), frozenset({name}))
+    pipe = pipe.reschedule("nested/1f1b")
+    assert pipe.cut == kept.cut
+    _step(pipe, reference, batch)

@@ -100,7 +100,20 @@ LEVELS = (
     (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
     ("program", "stageop", "groupop", "delivery", "meter"),
     ("backends", "runtime"),
-    ("", "mode", "union", "memory", "tracer", "variants", "explain", "steps", "evaluation", "pipe"),
+    (
+        "",
+        "mode",
+        "union",
+        "copies",
+        "holding",
+        "memory",
+        "tracer",
+        "variants",
+        "explain",
+        "steps",
+        "evaluation",
+        "pipe",
+    ),
     ("cli", "demo"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

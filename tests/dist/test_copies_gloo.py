@@ -1,0 +1,71 @@
+"""Weights that move to other ranks: with another schedule, in an evaluation, between pipes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import BatchError
+from tests.cpu.test_union import Steps
+from tests.dist.test_gloo import processes
+
+RATE = 0.1
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = Steps().double()
+    model.blocks.extend(Steps().double().blocks)
+    return model
+
+
+def _batch(seed: int) -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(2, 3, generator=g).double()} for _ in range(2)]
+
+
+def _train(pipe: fxpipe.Pipe, seed: int) -> torch.Tensor:
+    optimizer = torch.optim.SGD(pipe.parameters(), RATE)
+    losses = pipe.step(_batch(seed)).losses
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def _moves(rank: int, ranks: int) -> list[torch.Tensor]:
+    model, x = _model(), _batch(0)[0]
+    pipe = fxpipe.compile(model, x, schedule="stage/1f1b", ranks=ranks)
+    where = {stage.name: stage.rank for stage in pipe.cut.stages}
+    found = [_train(pipe, 0)]
+    other = pipe.reschedule("stage/zb-v")
+    assert where != {stage.name: stage.rank for stage in other.cut.stages}
+    with pytest.raises(BatchError, match=r"rank \d now trains .* its optimizer would not train it"):
+        other.step(_batch(1))
+    found += [_train(other, 1), _train(other, 2)]
+    with pytest.raises(BatchError, match="not the newest in this process"):
+        pipe.state_dict()
+    found.append(pipe.evaluate(_batch(3)).losses)
+    assert pipe.state_dict().keys() != other.state_dict().keys()
+    found.append(_train(pipe, 4))
+    with pytest.raises(BatchError, match="not the newest in this process"):
+        pipe.reschedule("stage/1f1b", backend="local")
+    found.append(_train(fxpipe.compile(model, x, schedule="stage/zb-v"), 5))
+    return found
+
+
+def test_weights_follow_the_schedule(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    expected = []
+    for seed in range(6):
+        losses = torch.stack([model(**mb) for mb in _batch(seed)])
+        if seed != 3:  # the evaluation
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(losses.detach())
+    for found in processes(_moves, 2, tmp_path):
+        assert torch.allclose(torch.stack(found), torch.stack(expected), atol=1e-12, rtol=0)
