@@ -2,6 +2,7 @@
 
 local    every rank in this process, for tests, debugging and breakpoints
 gloo     one process per rank, on CPUs            nccl  on CUDA devices       hccl  on NPUs
+emulated gloo processes whose ops sleep, for as long as a table of costs says
 """
 
 if __name__ != "fxpipe.backends":
@@ -16,12 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe.backends.base import Backend, LostError, Transport
 from fxpipe.backends.device import Device
 from fxpipe.backends.distributed import Distributed
+from fxpipe.backends.emulated import Emulated
 from fxpipe.backends.local import Local
+from fxpipe.costs import Costs
+from fxpipe.device import Device as Speed
 from fxpipe.errors import BackendError
 
-__all__ = ["NAMES", "Backend", "Device", "LostError", "Transport", "choose"]
+__all__ = ["NAMES", "Backend", "Device", "Emulated", "LostError", "Transport", "choose"]
 
-NAMES = ("local", "gloo", "nccl", "hccl")
+NAMES = ("local", "gloo", "nccl", "hccl", "emulated")
 
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -30,12 +34,16 @@ _open: dict[tuple[str, tuple[int, ...]], tuple[object, Distributed]] = {}
 
 
 def choose(
-    name: str | None = None, ranks: int | None = None, mesh: DeviceMesh | None = None
+    name: str | None = None,
+    ranks: int | None = None,
+    mesh: DeviceMesh | None = None,
+    costs: Costs | Speed | None = None,
 ) -> Backend:
     """The backend of this name, or the one that torch.distributed was started for.
 
     ranks: by default the size of the mesh, or of the world; 1 where there is neither. mesh: of one
-    dimension, or with one named "pp". In every process, call it with the same arguments.
+    dimension, or with one named "pp". costs: what ops take on an emulated machine. In every
+    process, call it with the same arguments.
     """
     if name is not None and name not in NAMES:
         raise BackendError(f"unknown backend {name!r}; there are {', '.join(map(repr, NAMES))}")
@@ -55,6 +63,8 @@ def choose(
             f"ranks={ranks}, but {where} has {len(members)} ranks; "
             f"start {ranks} processes, leave `ranks` out, or use backend='local'"
         )
+    if name == "emulated":
+        return Emulated(_distributed("gloo", members), costs)
     return _distributed(name or _library(group), members)
 
 
@@ -90,7 +100,9 @@ def _library(group: dist.ProcessGroup) -> str:
         return found[accelerator.type]
     if "cpu" in found:
         return found["cpu"]
-    raise BackendError(f"the process group is of {config}; fxpipe has {', '.join(NAMES[1:])}")
+    raise BackendError(
+        f"the process group is of {config}; fxpipe has {', '.join(_LIBRARIES.values())}"
+    )
 
 
 def _distributed(name: str, members: Sequence[int]) -> Distributed:

@@ -1,6 +1,6 @@
-"""The command line: `fxpipe demo`, and the table's tools `plan`, `verify` and `simulate`.
+"""The command line: `fxpipe demo`, and the table's tools `plan`, `verify`, `simulate`, `run-table`.
 
-The tools read and print the text of a cut or a table, and need no torch.
+The tools read and print the text of a cut or a table; all but the last need no torch.
 """
 
 import sys
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fxpipe.cli_plan import plan
+from fxpipe.cli_run import run_table
 from fxpipe.errors import FxpipeError
 from fxpipe.schedule import AUTO
 from fxpipe.simulate import simulate as run_simulation
@@ -32,6 +33,7 @@ _Trace = Annotated[Path | None, typer.Option(help="Write a Perfetto trace of it 
 
 
 app.command()(plan)
+app.command()(run_table)
 
 
 @app.command()

@@ -61,9 +61,13 @@ class Costs:
         """Seconds of a compute op."""
         return at(self.seconds.get(op[:2], 0.0), op.mb)
 
+    def sends(self, value: Op) -> float:
+        """Bytes of a value that one rank gets."""
+        return at(self.bytes.get((value.stage, value.kind), 0.0), value.mb)
+
     def occupies(self, value: Op) -> float:
         """Seconds for which a transfer of a value holds the link between its two ranks."""
-        return at(self.bytes.get((value.stage, value.kind), 0.0), value.mb) / self.bandwidth
+        return self.sends(value) / self.bandwidth
 
     def transfer(self, value: Op) -> float:
         """Seconds from the later of send and post until the value is received, on a free link."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.backends import Backend
+from fxpipe.backends import Backend, Emulated
 from fxpipe.bind import Bound
 from fxpipe.cut import Cut
-from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.errors import BackendError, BatchError, FxpipeError
 from fxpipe.inputs import split_batch
 from fxpipe.lower import Like
 from fxpipe.scheduler import Forward
@@ -65,6 +65,11 @@ class Evaluations:
     ) -> Evaluation:
         """One evaluation, as `Pipe.evaluate` describes it."""
         ranks = self._backend.ranks
+        if isinstance(self._backend, Emulated):
+            raise BackendError(
+                "backend 'emulated' computes nothing, so there is nothing to evaluate; evaluate "
+                "with pipe.reschedule(..., backend='local')"
+            )
         if to is not None and not 0 <= to < ranks:
             raise BatchError(f"to={to} is none of the {ranks} ranks, 0 to {ranks - 1}")
         wanted = _wanted(outputs)

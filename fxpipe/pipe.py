@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.backends import Backend, choose
+from fxpipe.backends import Backend, Emulated, choose
 from fxpipe.capture import Captured
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
@@ -68,7 +68,7 @@ def compile(
     how = scheduler(schedule, options)
     if microbatches is not None and microbatches < 1:
         raise BatchError(f"microbatches={microbatches}; a step needs at least one")
-    where = choose(backend, how.ranks if ranks is None else ranks, mesh)
+    where = choose(backend, how.ranks if ranks is None else ranks, mesh, costs)
     variants = Variants(model, how, where.ranks, regions, loss_fn)
     pipe = Pipe(model, variants, where, microbatches, engine, example)
     pipe.trace_example()
@@ -149,7 +149,12 @@ class Pipe:
         how = scheduler(schedule, Options(**options))
         ranks = how.ranks if ranks is None else ranks
         same = backend is None and ranks in (None, self.backend.ranks)
-        where = self.backend if same else choose(backend or self.backend.name, ranks)
+        where, costs = self.backend, options.get("costs")
+        if isinstance(where, Emulated):
+            costs = costs or where.costs
+            where = where.costing(costs)
+        if not same:
+            where = choose(backend or where.name, ranks, costs=costs)
         variants = self._variants.rescheduled(how, where.ranks)
         steps = self._steps
         pipe = Pipe(self.model, variants, where, steps.microbatches, steps.engine, self._example)

@@ -10,19 +10,19 @@ The generated code drops each value after its last use: lifetimes need no store 
 """
 
 import operator
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from fxpipe.cut import Kind, Seam, Stage
+from fxpipe.cut import Kind, Seam
 from fxpipe.delivery import arrivals, backward_of, carried, check_apart
-from fxpipe.groupop import GradientsOp, GroupOp
+from fxpipe.emulation import Emulation
 from fxpipe.lower import holders
-from fxpipe.stageop import StageOp, Variants, read_by
+from fxpipe.modules import Parts, called, modules
+from fxpipe.stageop import Variants, read_by
 from fxpipe.table import Op, Table
 
 
@@ -63,7 +63,7 @@ def emit(
     state: Mapping[str, Tensor],
     *,
     owners: Mapping[str, tuple[str, ...]] | None = None,
-    engine: str = "aten",
+    engine: str | Emulation = "aten",
     ahead: int = 0,
 ) -> Program:
     """The program of a rank. Linear in the length of its row.
@@ -72,6 +72,7 @@ def emit(
     state: name -> parameter, buffer or constant, looked up whenever an op runs.
     owners: name of a trained parameter -> the stages that hold it; as these variants have it, where
     there were no others.
+    engine: what runs the stages' graphs; an emulation needs none.
     ahead: how many receives of each channel are kept posted beyond what the row asks for; for
     transports that allow it (`Backend.ahead`), so that a transfer never waits for its post.
     """
@@ -79,38 +80,16 @@ def emit(
     held = [stage for stage in table.cut.stages if stage.rank in (None, rank)]
     reads = {stage.name: read_by(stage.name, variants) for stage in table.cut.stages}
     names = dict.fromkeys(name for stage in held for name in reads[stage.name])
-    root = _modules(table, held, variants, state, engine)
     if owners is None:
         trained = {n for graphs in variants for stage in graphs.values() for n in stage.trained}
         owners = holders(reads, trained)
-    for group in table.cut.groups:
-        root[_name(group, Kind.R)] = GroupOp(group, table.cut, variants, state, owners)
+    root = modules(table.cut, held, Parts(variants, state, owners), engine)
     emitter = _Emitter(table, rank, ahead)
     for index, op in enumerate(table.rows[rank]):
         emitter.op(index, op)
     emitter.finish()
     module = fx.GraphModule(root, emitter.graph, class_name=f"Rank{rank}")
     return Program(rank, table, module, tuple(names))
-
-
-def _modules(
-    table: Table,
-    held: Iterable[Stage],
-    variants: Variants,
-    state: Mapping[str, Tensor],
-    engine: str,
-) -> dict[str, nn.Module]:
-    root: dict[str, nn.Module] = {"gradients": GradientsOp()}
-    for stage in held:
-        for kind in stage.kinds:
-            module = StageOp(stage.name, kind, table.cut, variants, state, engine)
-            root[_name(stage.name, kind)] = module
-    return root
-
-
-def _name(*parts: object) -> str:
-    """A Python name: `llm0+llm3`, `R` -> `llm0_llm3_R`."""
-    return re.sub(r"\W", "_", "_".join(map(str, parts)))
 
 
 class _Emitter:
@@ -185,7 +164,7 @@ class _Emitter:
             self._sent(over)
         seams = carried(self._table, op, self._here)
         bundles = tuple(self._bundles[_key(seam, op)] for seam in seams)
-        name = _name(op.stage, f"{op.kind}{op.mb}", f"to{op.peer}")
+        name = called(op.stage, f"{op.kind}{op.mb}", f"to{op.peer}")
         self._sends[index] = self._method("send", (op.peer, bundles, str(op)), name)
 
     def _sent(self, index: int) -> None:
@@ -194,14 +173,14 @@ class _Emitter:
 
     def _post(self, op: Op) -> None:
         seams = carried(self._table, op, self._here)
-        name = _name(op.stage, f"{op.kind}{op.mb}", f"from{op.peer}")
+        name = called(op.stage, f"{op.kind}{op.mb}", f"from{op.peer}")
         ends = tuple((seam.source, seam.target) for seam in seams)
         args = (op.peer, self._mb(op), str(op.kind), ends, str(op))
         node = self._method("post", args, name)
         self._posts.update((_key(seam, op), (op, node)) for seam in seams)
 
     def _wait(self, op: Op, post: fx.Node) -> None:
-        base = _name(op.stage, f"{op.kind}{op.mb}")
+        base = called(op.stage, f"{op.kind}{op.mb}")
         node = self._method("wait", (post,), f"{base}_in")
         for i, seam in enumerate(carried(self._table, op, self._here)):
             self._posts.pop(_key(seam, op))
@@ -246,7 +225,7 @@ class _Emitter:
         self._grads[op.stage] = self._stage_op(op, (grads, self._kept_for(op), wanted))
 
     def _reduce(self, op: Op) -> None:
-        name = _name(op.stage, op.kind)
+        name = called(op.stage, op.kind)
         held = {s: self._grads[s] for s in self._table.cut.groups[op.stage] if s in self._grads}
         self._reduced.append(self._module(name, name, (self._rank, self._in_order(held))))
 
@@ -270,8 +249,8 @@ class _Emitter:
         return self._mbs[op.mb or 0]
 
     def _stage_op(self, op: Op, args: tuple[fx.node.Argument, ...]) -> fx.Node:
-        name = _name(op.stage, f"{op.kind}{op.mb}")
-        return self._module(_name(op.stage, op.kind), name, (self._rank, self._mb(op), *args))
+        name = called(op.stage, f"{op.kind}{op.mb}")
+        return self._module(called(op.stage, op.kind), name, (self._rank, self._mb(op), *args))
 
     def _module(self, target: str, name: str, args: tuple[fx.node.Argument, ...]) -> fx.Node:
         return self.graph.create_node("call_module", target, args, name=name)
@@ -294,4 +273,4 @@ def _key(seam: Seam, op: Op) -> tuple[str, str, Kind, int | None]:
 
 def _far_end(seam: Seam, op: Op) -> str:
     """The stage for which an op makes a bundle: the target of values, the source of gradients."""
-    return _name(seam.target if op.kind is Kind.F else seam.source)
+    return called(seam.target if op.kind is Kind.F else seam.source)

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.backends import Backend
-from fxpipe.bind import Bound
+from fxpipe.backends import Backend, Emulated
+from fxpipe.bind import Bound, Fit
+from fxpipe.costs import Costs
 from fxpipe.cut import Cut
+from fxpipe.device import Device
+from fxpipe.emulation import Emulation, emptied
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Microbatch, split_batch
 from fxpipe.passes.reorder import check_order
@@ -123,7 +126,10 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
         written."""
-        _refuse_meta(self._variants.device)
+        where = self._where()
+        emulated = isinstance(where, Emulated)
+        if not emulated:
+            _refuse_meta(self._variants.device)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         self._variants.refresh()
@@ -132,17 +138,12 @@ class Steps:
             self._variants.holding.check(self._variants.union)
         factors = self._weights(weights, len(parts))
         order = tuple(range(len(parts))) if order is None else check_order(order, len(parts))
-        bound = []
-        for number, i in enumerate(order):
-            fit, lowered = fits[i], self._variants[fits[i].number]
-            if any(tensor.is_meta for tensor in fit.tensors):
-                raise BatchError(f"microbatch {i} is on the meta device, so there is no data in it")
-            bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
+        bound = self._bound(fits, order, factors, with_data=not emulated)
         self.microbatches = self.microbatches or len(parts)
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
         self._backend.connect(programs[self._backend.mine[0]].table)
         self.last = run_step(
-            self._backend,
+            where,
             programs,
             bound,
             factors.dtype,
@@ -194,10 +195,35 @@ class Steps:
                 self._variants.graphs,
                 self._variants.state,
                 owners=self._variants.union.owners,
-                engine=self.engine,
+                engine=self._engine(),
                 ahead=self._backend.ahead,
             )
         return self._programs[key]
+
+    def _bound(
+        self, fits: Sequence[Fit], order: Sequence[int], factors: Tensor, *, with_data: bool
+    ) -> list[Bound]:
+        """The microbatches in the order of the table. Raises BatchError where data is missing."""
+        bound = []
+        for number, i in enumerate(order):
+            fit, lowered = fits[i], self._variants[fits[i].number]
+            if with_data and any(tensor.is_meta for tensor in fit.tensors):
+                raise BatchError(f"microbatch {i} is on the meta device, so there is no data in it")
+            bound.append(Bound(number, fit.number, lowered, fit.sizes, fit.tensors, factors[i]))
+        return bound if with_data else emptied(bound)
+
+    def _where(self) -> Backend:
+        """The backend; an emulated device as what it takes for the microbatches known so far."""
+        where = self._backend
+        if isinstance(where, Emulated) and isinstance(where.costs, Device):
+            return where.costing(self._variants.reckon(where.costs))
+        return where
+
+    def _engine(self) -> str | Emulation:
+        where = self._where()
+        if isinstance(where, Emulated) and isinstance(where.costs, Costs):
+            return Emulation(where.costs)
+        return self.engine
 
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         if weights is None:

@@ -26,7 +26,7 @@ SCHEDULING = (
 ENGINE = ("problem", "numbering", "listing", "policies", "search", "polish")
 PLACING = ("nest", "free", "schedule")
 PLANNING = ("front", "choices", "planner")
-SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary")
+SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary", "beside")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
 STATE = ("building", "torch_chance", "chance", "updates")
@@ -98,8 +98,8 @@ LEVELS = (
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, *WRITES, *REWRITES),
     (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
-    ("program", "stageop", "groupop", "delivery", "meter"),
-    ("backends", "runtime"),
+    ("program", "modules", "stageop", "groupop", "emulation", "delivery", "meter"),
+    ("backends", "runtime", "emulator"),
     (
         "",
         "mode",
