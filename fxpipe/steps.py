@@ -126,8 +126,7 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
         written."""
-        where = self._where()
-        emulated = isinstance(where, Emulated)
+        emulated = isinstance(self._backend, Emulated)
         if not emulated:
             _refuse_meta(self._variants.device)
         self._variants.follow_mode()
@@ -143,7 +142,7 @@ class Steps:
         programs = {rank: self.program(rank, len(parts)) for rank in self._backend.mine}
         self._backend.connect(programs[self._backend.mine[0]].table)
         self.last = run_step(
-            where,
+            self._where(),
             programs,
             bound,
             factors.dtype,
