@@ -5,10 +5,12 @@ parameter's gradient, but at least over FLOOR times the largest entry of all of 
 floor is for gradients that are zero but for rounding (the bias of keys before a softmax).
 """
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -67,7 +69,10 @@ def _far(one: Tensor | None, other: Tensor | None, floor: float) -> float:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever is written to the buffers inside is undone."""
+    """Whatever is written to the buffers inside is undone, and numbers are drawn from one seed."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     before = {name: b.clone() for name, b in model.named_buffers()}
     try:
         yield

@@ -252,6 +252,11 @@ class Bound:
         return self.size.specs(self._lowered, (source, target), kind)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the microbatch."""
+        return list(self._tensors.values())
+
+    @property
     def draws(self) -> tuple[Draw, ...]:
         """The operators of the model that draw random numbers, in eager's order."""
         return self.captured.draws

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line
-from fxpipe.library_masks import as_exported
+from fxpipe.libraries import as_exported
+from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 
 _READS = (
     Tensor.tolist,
@@ -29,6 +30,7 @@ _READS = (
     Tensor.__float__,
     Tensor.__index__,
 )
+_LARGEST = 3  # how many calls are tried
 _PLAIN = (bool, int, float, str, Tensor)
 Attributes = dict[tuple[str, str], object]
 
@@ -62,26 +64,31 @@ class Recording:
 
 def boundaries(recording: Recording) -> list[str]:
     """Modules at whose call the model may be cut, outermost first: of the calls after the last
-    read the one that holds most, then what it calls, down to the first of a chain of blocks."""
+    read the one that holds most, then what it calls, down to the first of a chain of blocks. After
+    these the same of the next largest: what makes an input of the blocks may have blocks as well.
+    """
     last = max((time for time, _ in recording.reads), default=-1)
     after = _outermost(recording.root, last)
-    if not after:
-        return []
-    visit: Visit | None = max(after, key=lambda v: _weight(v, after))
-    found: list[str] = []
-    while visit is not None:
-        found.append(visit.name)
-        visit = None if _is_block(visit) else _next(visit)
+    largest = sorted(after, key=lambda v: -_weight(v, after))[:_LARGEST]
     again = _names_before(recording.root, last)
+    found = dict.fromkeys(name for visit in largest for name in _inwards(visit))
     return [name for name in found if name not in again]
 
 
+def _inwards(visit: Visit | None) -> Iterator[str]:
+    """A call, and what it calls, down to the first of a chain of blocks."""
+    while visit is not None:
+        yield visit.name
+        visit = None if _is_block(visit) else _next(visit)
+
+
 def _weight(visit: Visit, beside: Sequence[Visit]) -> int:
-    """How many calls it holds; the first of a chain of blocks counts for all of them."""
+    """How many calls it holds; the first of a chain of blocks counts for all of them, and the
+    others for nothing."""
     if not _is_block(visit):
         return visit.size
     chain = [v for v in beside if _is_block(v) and v.parent == visit.parent]
-    return sum(v.size for v in chain) + 1 if chain[0] is visit else visit.size
+    return sum(v.size for v in chain) + 1 if chain[0] is visit else 0
 
 
 def _outermost(visit: Visit, last: int) -> list[Visit]:
@@ -113,12 +120,14 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     open_calls = [root]
 
     def enter(module: nn.Module, args: Any) -> None:
+        reading.look_for_draws(names.get(module, ""))
         if module in names:
             visit = Visit(names[module], next(clock))
             open_calls[-1].inner.append(visit)
             open_calls.append(visit)
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
+        reading.look_for_draws(names.get(module, ""))
         if module in names:
             open_calls.pop()
 
@@ -140,6 +149,13 @@ class _Reading(TorchFunctionMode):
         super().__init__()
         self.found: list[tuple[int, str]] = []
         self._clock = clock
+        self._chance = python_words()
+
+    def look_for_draws(self, where: str) -> None:
+        """Code that has drawn from Python's or NumPy's generator has read a value, too."""
+        if python_has_drawn(self._chance):
+            self._chance = python_words()
+            self.found.append((next(self._clock), f"random or numpy.random in module {where}"))
 
     def __torch_function__(
         self,
@@ -161,7 +177,7 @@ def undone(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     buffers = {name: (b, b._version, b.detach().clone()) for name, b in model.named_buffers()}
     before = plain_attributes(model)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), python_left_alone():
         try:
             yield changed
         finally:

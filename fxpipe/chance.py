@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from fxpipe.python_chance import PYTHON, python_state, set_python_state
 from fxpipe.torch_chance import hints
 from fxpipe.torch_internals import unbacked_in
 
@@ -43,7 +44,8 @@ class Draw:
     """An operator that draws, and what it is called with: blanks, sizes, and plain values.
 
     placeholder: where the graph takes the state; apart: how much it draws depends on data, so it
-    has a generator of its own, for whose seed it draws one number
+    has a generator of its own, for whose seed it draws one number. On the device PYTHON, target is
+    called with the tensors of the microbatch, and draws as the model's code does.
     """
 
     placeholder: str
@@ -139,17 +141,21 @@ def drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
         set_state(before, device)
 
 
-def state_of(device: torch.device) -> Tensor:
-    """The state of a device's generator."""
+def state_of(device: torch.device | None) -> Tensor:
+    """The state of a device's generator; of Python's where there is no device."""
+    if device is None:
+        return python_state()
     if device.type == "cpu":
         return torch.get_rng_state()
     found: Tensor = torch.get_device_module(device).get_rng_state(device)
     return found
 
 
-def set_state(state: Tensor, device: torch.device) -> None:
-    """Put a device's generator into a state."""
-    if device.type == "cpu":
+def set_state(state: Tensor, device: torch.device | None) -> None:
+    """Put a device's generator into a state; Python's where there is no device."""
+    if device is None:
+        set_python_state(state)
+    elif device.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
@@ -157,11 +163,13 @@ def set_state(state: Tensor, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Walk:
-    """What one microbatch draws. kept: the placeholders that stages of this process have."""
+    """What one microbatch draws. kept: the placeholders that stages of this process have; tensors:
+    those of the microbatch."""
 
     draws: Sequence[Draw]
     size: Size
     kept: Set[str]
+    tensors: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -187,11 +195,12 @@ class Stream:
 
     def start(self, agree: Callable[[Tensor], Tensor]) -> None:
         """Begin where the generators of the first rank are; `agree` tells what it has."""
-        if self.kinds and self.seeds is None:
-            here = self.here()
-            found = agree(torch.cat(list(here.values())))
-            parts = torch.split(found, [len(state) for state in here.values()])
-            self._now = dict(zip(here, parts, strict=True)) if not self._now else self._now
+        here = {kind: s for kind, s in self.here().items() if self.seeds is None or kind == PYTHON}
+        if here:
+            found = agree(torch.cat(list(map(_bytes, here.values()))))
+            parts = torch.split(found, [len(_bytes(state)) for state in here.values()])
+            states = (p.view(s.dtype) for p, s in zip(parts, here.values(), strict=True))
+            self._now = dict(zip(here, states, strict=True)) if not self._now else self._now
 
     def here(self) -> dict[str, Tensor]:
         """The states that the generators of this process have."""
@@ -210,13 +219,16 @@ class Stream:
         for kind, state in self._now.items():
             set_state(state, self._on(kind))
 
-    def _on(self, kind: str) -> torch.device:
+    def _on(self, kind: str) -> torch.device | None:
+        if kind == PYTHON:
+            return None
         return self.device if kind == self.device.type else torch.device(kind)
 
     def _walk(self, mb: int) -> None:
         walk, self._done = self.walks[mb], mb + 1
         if self.seeds is not None:
-            self._now.update((k, _seeded_state(self.seeds[mb], self._on(k))) for k in self.kinds)
+            devices = [(kind, self._on(kind)) for kind in self.kinds]
+            self._now.update((k, _seeded_state(self.seeds[mb], d)) for k, d in devices if d)
         before = self.here()
         try:
             for kind, state in self._now.items():
@@ -230,21 +242,28 @@ class Stream:
 
     def _draw(self, mb: int, draw: Draw, walk: Walk) -> None:
         device, key = self._on(draw.device), (mb, draw.placeholder)
-        if draw.apart:
+        if draw.apart and device is not None:
             seed = int(torch.randint(2**62, (), device=device))
             self._states[key] = _seeded_state(seed, device)
             return
         if draw.placeholder in walk.kept:
             self._states[key] = state_of(device)
+        if device is None:
+            draw.target(walk.tensors)
+            return
 
         def made(value: Any) -> Any:
             if isinstance(value, Blank):
-                return value.make(walk.size, self._on(value.device))
+                return value.make(walk.size, self._on(value.device) or self.device)
             return walk.size(value) if isinstance(value, sympy.Expr) else value
 
         args, kwargs = fx.node.map_aggregate((draw.args, dict(draw.kwargs)), made)
         here = {"device": device} if "device" in kwargs else {}
         draw.target(*args, **{**kwargs, **here})
+
+
+def _bytes(state: Tensor) -> Tensor:
+    return state.view(torch.uint8)
 
 
 def _seeded_state(seed: int, device: torch.device) -> Tensor:

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.dataflow import differentiable
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line
 from fxpipe.torch_internals import (
     DataDependentError,
+    constant_of,
     is_fake,
     is_mapped,
     map_leaves,
@@ -44,18 +46,11 @@ _BLANK = {
     Tensor.new_empty,
     Tensor.new_full,
 }
-_FACTORIES = {
-    *_BLANK,
-    torch.arange,
-    torch.linspace,
-    torch.tensor,
-    torch.as_tensor,
-    torch.scalar_tensor,
-    torch.eye,
-    torch.tril_indices,
-    torch.triu_indices,
-}
+_NUMBERS = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
+_RANGES = {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch.triu_indices}
+_FACTORIES = {*_BLANK, *_NUMBERS, *_RANGES}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+_SHAPING = {Tensor.reshape, Tensor.view, Tensor.expand, Tensor.repeat, Tensor.narrow}
 _REPEATS = {torch.repeat_interleave, Tensor.repeat_interleave}
 _CHANCE = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
 
@@ -128,7 +123,7 @@ class Concrete(TorchFunctionMode):
             return None
         if not is_fake(tensor):
             return None if tensor.requires_grad else tensor
-        twin: Tensor | None = self._twins.get(tensor)
+        twin: Tensor | None = self._twins.get(tensor, constant_of(tensor))
         return None if twin is None or storage_of(twin) in self._stale else twin
 
     def _compute(
@@ -203,13 +198,30 @@ class Concrete(TorchFunctionMode):
         """The same call with what concrete values say of the size of its result."""
         if func in _INDEXING:
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
-            found = tuple(place for each in places for place in self._places(each))
+            found = tuple(
+                place for each in map(self._bounds, places) for place in self._places(each)
+            )
             return (args[0], found, *args[2:]), kwargs
+        if func in _SHAPING:
+            return (args[0], *map(self._number, args[1:])), kwargs
         repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
         if func in _REPEATS and isinstance(repeats, Tensor) and not is_fake(repeats):
             with untraced():
                 return args, {"output_size": int(repeats.sum()), **kwargs}
         return args, kwargs
+
+    def _bounds(self, index: Any) -> Any:
+        """A slice with known numbers as its bounds."""
+        given = _flat([index]) if isinstance(index, slice) else None
+        return index if given is None else slice(*map(self._number, given))
+
+    def _number(self, value: Any) -> Any:
+        """A known integer that is a tensor, as a number."""
+        known = self._value(value) if isinstance(value, Tensor) and not value.dim() else None
+        if known is None or differentiable(known):
+            return value
+        with untraced():
+            return int(known)
 
     def _places(self, index: Any) -> tuple[Any, ...]:
         """A mask with known values as the indices of what it selects."""

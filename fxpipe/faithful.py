@@ -4,21 +4,24 @@ A graph repeats what one run of the model's code has done. What that run has dra
 outside torch, or counted in an attribute, differs in the next, and no guard could say so.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-import numpy
 from torch import Tensor, nn
 
-from fxpipe.errors import CaptureError
-from fxpipe.library_masks import masks_as_untraced
+from fxpipe.errors import CaptureError, ReadError
+from fxpipe.libraries import libraries_as_untraced
+from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_patches import checkpoints_as_calls, data_as_detach, inference_as_no_grad
 
 T = TypeVar("T")
+DRAWN = (
+    "forward draws from random or numpy.random: a graph would repeat the first microbatch's number "
+    "in every other. Draw it with torch, or outside of the model and pass it as an argument"
+)
 _NO_PLACES = (Tensor, nn.Module, type, FunctionType, MethodType, str, int, float)
 _DEPTH = 4  # how far below a module values are looked at: an object, its dict, a list in it
 
@@ -32,25 +35,19 @@ class Moved(dict[str, int | float]):
 def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     """Run a model's code inside, once, to trace it.
 
-    moved: gets the attributes that hold another number after it. Raises CaptureError where it draws
+    moved: gets the attributes that hold another number after it. Raises ReadError where it draws
     from Python's or NumPy's generator; these are left as they were.
     """
-    before = random.getstate(), numpy.random.get_state(legacy=False)
+    before = python_words()
     numbers = _numbers(model)
-    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), masks_as_untraced():
-        yield
+    with python_left_alone(), libraries_as_untraced():
+        with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls():
+            yield
+        drawn = python_has_drawn(before)
     moved.clear()
     moved.update((k, v) for k, v in _numbers(model).items() if numbers.get(k) != v)
-    drawn = "random" if random.getstate() != before[0] else ""
-    if str(numpy.random.get_state(legacy=False)) != str(before[1]):
-        drawn = "numpy.random"
-    random.setstate(before[0])
-    numpy.random.set_state(before[1])
     if drawn:
-        raise CaptureError(
-            f"forward draws from {drawn}: a graph would repeat the first microbatch's number in "
-            "every other. Draw it with torch, or outside of the model and pass it as an argument"
-        )
+        raise ReadError(DRAWN)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from fxpipe.errors import BatchError
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import contents, rebuild
 from fxpipe.prefix import Reached, run_until
+from fxpipe.prefix_chance import drawing, generators
+from fxpipe.python_chance import python_left_alone
 from fxpipe.state import named_state
 from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
 from fxpipe.trees import take_apart
@@ -49,7 +51,8 @@ class Prefix:
     rebuilt: what makes arguments of the microbatch's tensors; form: structure and plain values of
     the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
     one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
-    behind it; attributes: those of modules that it sets; lines: where it reads values
+    behind it; attributes: those of modules that it sets; lines: where it reads values; draws: the
+    kinds of generators that it draws from
     """
 
     model: nn.Module
@@ -64,7 +67,7 @@ class Prefix:
     lines: tuple[str, ...]
     flops: int
     bytes: int
-    draws: bool
+    draws: tuple[str, ...]
     train: bool
 
     @property
@@ -88,6 +91,17 @@ class Prefix:
             )
         return crossing
 
+    def draw(self, leaves: Sequence[Tensor]) -> None:
+        """Draw from Python's generators what `run` would draw."""
+        try:
+            self._without_floats(leaves)
+        except (NeedsValuesError, *DATA_ERRORS) as error:
+            raise BatchError(
+                f"before module {self.boundary} random or numpy.random is drawn from, and values "
+                f"of floats are read ({error}), so that no other rank can tell how much is drawn. "
+                "Draw with torch, or outside of the model"
+            ) from error
+
     def shapes(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The shapes of what would cross, as every rank alike finds them: from integers' values and
         the shapes of all else; where code reads floats, by the sizes that were equal when it was
@@ -97,7 +111,8 @@ class Prefix:
             while len(_SHAPES) >= _REMEMBERED:
                 del _SHAPES[next(iter(_SHAPES))]
             try:
-                _SHAPES[key] = self._without_floats(leaves)
+                with python_left_alone():
+                    _SHAPES[key] = self._without_floats(leaves)
             except (NeedsValuesError, *DATA_ERRORS):
                 _SHAPES[key] = [tuple(size(leaves) for size in sizes) for sizes in self.sizes]
         return _SHAPES[key]
@@ -170,10 +185,11 @@ def measured(
     """A prefix, run once without a trace of it, and what crossed."""
     names = {id(tensor): name for name, tensor in named_state(model, ties=False)}
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
-    state = torch.get_rng_state()
     with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
+        states = generators(model)
         reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
-        draws = not torch.equal(state, torch.get_rng_state())
+        after = generators(model)
+        draws = tuple(kind for kind in states if not torch.equal(states[kind], after[kind]))
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(frozenset(names[i] for i in behind([v]) if i in names) for v in crossing)
     prefix = Prefix(
@@ -227,15 +243,17 @@ class _Uses(TorchFunctionMode):
 
 
 def forward(prefix: Prefix) -> Callable[..., Any]:
-    """What F calls: (state, leaves, sizes) -> (*crossing, saved). state: for those who look at the
-    graph; sizes: what all ranks expect of each crossing value."""
+    """What F calls: (state, fields, sizes) -> (*crossing, saved). state: for those who look at the
+    graph; fields: the microbatch's tensors, then states of generators; sizes: what all ranks expect
+    of each crossing value."""
     own = {id(p): name for name, p in prefix.model.named_parameters()}
 
     def opaque_forward(
-        state: Sequence[Tensor], leaves: Sequence[Tensor], sizes: Sequence[Sequence[int]]
+        state: Sequence[Tensor], fields: Sequence[Tensor], sizes: Sequence[Sequence[int]]
     ) -> tuple[Any, ...]:
-        kept = Kept()
-        with torch.set_grad_enabled(prefix.train), kept.hooks():
+        kept, count = Kept(), len(fields) - len(prefix.draws)
+        leaves, states = fields[:count], dict(zip(prefix.draws, fields[count:], strict=True))
+        with torch.set_grad_enabled(prefix.train), kept.hooks(), drawing(states, prefix.model):
             crossing = prefix.run(leaves)
         found = [tuple(value.shape) for value in crossing]
         if found != [tuple(size) for size in sizes]:
@@ -252,8 +270,6 @@ def forward(prefix: Prefix) -> Callable[..., Any]:
         results = [value.detach().contiguous() for value in crossing]
         return (*results, Saved(crossing, kept.tensors))
 
-    # As of an operator: whether it draws random numbers, and may not be run again.
-    vars(opaque_forward)["tags"] = [torch.Tag.nondeterministic_seeded] * prefix.draws
     return opaque_forward
 
 

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.faithful import DRAWN
 from fxpipe.frames import calling_frames, calling_line
 from fxpipe.inputs import rebuild
-from fxpipe.library_masks import as_exported, masks_as_untraced
+from fxpipe.libraries import as_exported, libraries_as_untraced
+from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.readings import LeakError, Read
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
@@ -134,10 +136,12 @@ class Suffix(nn.Module):
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
-        with border, masks_as_untraced():
+        with python_left_alone(), border, libraries_as_untraced():
             try:
                 border.start()
                 values = self.reader(self.model(*args, **kwargs))
+                if border.crossed and python_has_drawn(border.chance):
+                    raise CaptureError(DRAWN)
             finally:
                 border.prefix.close()
                 hook.remove()
@@ -155,6 +159,7 @@ class _Border(TorchFunctionMode):
         super().__init__()
         self.prefix = ExitStack()
         self.crossed = False
+        self.chance = python_words()
         self._suffix = suffix
         self._crossing = crossing
         # Real tensor -> its stand-in, or None for one that the prefix has made for itself.
@@ -179,6 +184,7 @@ class _Border(TorchFunctionMode):
             return None
         self.prefix.close()
         self.crossed = True
+        self.chance = python_words()
         self._suffix.hooks.clear()
         leaves, tree = take_apart((args, kwargs))
         stands = iter(self._crossing)

@@ -17,14 +17,16 @@ from torch import Tensor, fx, nn
 
 from fxpipe.boundary import boundaries, record, undone
 from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks
+from fxpipe.chance import Draw, state_of
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
-from fxpipe.library_masks import as_exported
+from fxpipe.libraries import as_exported
 from fxpipe.opaque import Prefix, measured
 from fxpipe.prefix import Suffix
+from fxpipe.python_chance import PYTHON, python_state
 from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
 from fxpipe.torch_modes import fake_like
@@ -81,11 +83,6 @@ def _cut_at(
     leaves = [tensor for _, tensor in tensors]
     rebuilt = structure, fixed
     prefix, crossing = measured(model, boundary, rebuilt, leaves, lines, train)
-    if prefix.draws:
-        raise CaptureError(
-            "random numbers are drawn before it, and would depend on which rank runs it: set "
-            "dropout to 0 there, or call .eval() on these modules"
-        )
     inputs = [value.detach().requires_grad_(value.requires_grad) for value in crossing]
     hooks: list[str] = []
     suffix = Suffix(model, boundary, rebuilt, reader, leaves, hooks)
@@ -155,7 +152,8 @@ def _attached(suffix: Captured, prefix: Prefix) -> Captured:
     by_name = {suffix.state[holder.name]: env[holder] for holder in env}
     by_name |= _more_state(graph, prefix, by_name, fake_mode([n.meta["val"] for n in holders]))
     env |= {n: graph.node_copy(n) for n in inputs if n not in crossing}
-    given = tuple(env[n] for n in leaves), tuple(by_name[name] for name in prefix.state)
+    drawing = _drawing(graph, prefix, fake_mode([n.meta["val"] for n in holders]))
+    given = (*(env[n] for n in leaves), *drawing), tuple(by_name[name] for name in prefix.state)
     made = graph.call_function(opaque, given)
     made.meta = {"val": tuple(n.meta["val"] for n in crossing), "flops": prefix.flops}
     made.meta["prefix"] = prefix
@@ -171,6 +169,7 @@ def _attached(suffix: Captured, prefix: Prefix) -> Captured:
         graph=fx.GraphModule(suffix.graph, graph),
         state={node.name: name for name, node in by_name.items()},
         leaves=tuple(leaf if node.users else _free(leaf) for leaf, node in own),
+        draws=(*drawing.values(), *suffix.draws),
         prefix=prefix,
         crossing=suffix.leaves[count:],
     )
@@ -185,6 +184,18 @@ def _more_state(
     for name in (name for name in prefix.state if name not in known):
         made[name] = graph.placeholder(placeholder_name(f"p_{name}"))
         made[name].meta = {"val": fake_like(mode, tensors[name])}
+    return made
+
+
+def _drawing(graph: fx.Graph, prefix: Prefix, mode: Any) -> dict[fx.Node, Draw]:
+    """Inputs for the states of the generators that the prefix draws from. How much it draws from
+    torch's depends on what it reads, so it has one of its own."""
+    made = {}
+    for kind in prefix.draws:
+        node = graph.placeholder(f"chance_{kind}")
+        state = python_state() if kind == PYTHON else state_of(torch.device(kind))
+        node.meta = {"val": fake_like(mode, state)}
+        made[node] = Draw(node.name, prefix.draw, (), {}, kind, apart=kind != PYTHON)
     return made
 
 

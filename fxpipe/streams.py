@@ -23,7 +23,7 @@ def stream_of(
     walks: dict[int, Walk] = {}
     device = batch[0].weight.device
     for mb in batch:
-        walks[order[mb.index]] = Walk(mb.draws, mb.size, mb.fields(stages))
+        walks[order[mb.index]] = Walk(mb.draws, mb.size, mb.fields(stages), mb.tensors)
     stream = Stream([walks[place] for place in range(len(batch))], device, seeds)
     for mb in batch:
         mb.chance = partial(stream.state, order[mb.index])

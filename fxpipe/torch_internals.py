@@ -198,6 +198,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The values of a traced tensor made of Python's numbers, if nothing has changed it."""
+    found: Tensor | None = getattr(tensor, "constant", None)
+    return found
+
+
 def is_mapped() -> bool:
     """Whether code runs inside vmap or another transform, whose tensors hide real ones."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -29,7 +29,7 @@ PLANNING = ("front", "choices", "planner")
 SKETCH = ("sketch", "rates", "figures", "marks", "grid", "summary", "beside")
 CHECKS = ("rendezvous", "rules", "verify")
 ORDERS = ("given", "scheduler")
-STATE = ("building", "torch_chance", "chance", "updates")
+STATE = ("building", "python_chance", "torch_chance", "chance", "updates")
 EXPORT = (
     "torch_functions",
     "torch_patches",
@@ -37,13 +37,14 @@ EXPORT = (
     "datasizes",
     "functions",
     "concrete",
-    "library_masks",
+    "libraries",
     "faithful",
     "exporting",
     "readings",
     "prefix",
     "boundary",
     "history",
+    "prefix_chance",
     "opaque",
 )
 CAPTURE = (

@@ -1,15 +1,17 @@
-"""Masks that a library leaves out where they hide nothing, but not while it is traced.
+"""What a library does otherwise while it is traced: done in here as it is outside of a trace.
 
 transformers drops a bidirectional mask that is all true, and attention without a mask is causal in
 modules that call themselves so: such a tower is causal without padding and bidirectional with it.
 A trace keeps the mask, as no graph could say what is in it, and so would be bidirectional always.
-In here such attention gets, of a mask that is all true, a causal one.
+In here such attention gets, of a mask that is all true, a causal one. Of a gated delta rule, it
+solves the triangular system row by row while it is exported; in here, with one operator.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from fxpipe.torch_internals import storage_of
 from fxpipe.torch_modes import seen_as_exported
 
 _SDPA = "sdpa"
+_DELTA_RULE, _EXPORTING = "torch_chunk_gated_delta_rule", "is_torchdynamo_exporting"
 
 
 class Droppable(NamedTuple):
@@ -38,25 +41,28 @@ class Droppable(NamedTuple):
 @contextmanager
 def as_exported() -> Iterator[None]:
     """A model sees that it is exported, as in a trace, and attends as when it is not."""
-    with seen_as_exported(), masks_as_untraced():
+    with seen_as_exported(), libraries_as_untraced():
         yield
 
 
 @contextmanager
-def masks_as_untraced() -> Iterator[None]:
-    """Inside, a model that sees that it is exported attends as it does when it is not."""
+def libraries_as_untraced() -> Iterator[None]:
+    """Inside, a model that sees that it is exported computes what it does when it is not."""
     masking = sys.modules.get("transformers.masking_utils")
     modeling = sys.modules.get("transformers.modeling_utils")
-    if masking is None or modeling is None:
-        yield
-        return
-    makers = masking.ALL_MASK_ATTENTION_FUNCTIONS
-    attention = modeling.ALL_ATTENTION_FUNCTIONS
-    found: dict[object, Droppable] = {}  # by memory: views of a mask are passed on as well
-    with (
-        _instead(makers, _noting(makers[_SDPA], found)),
-        _instead(attention, _attending(attention[_SDPA], found)),
-    ):
+    with ExitStack() as stack:
+        if masking is not None and modeling is not None:
+            makers, attention = (
+                masking.ALL_MASK_ATTENTION_FUNCTIONS,
+                modeling.ALL_ATTENTION_FUNCTIONS,
+            )
+            found: dict[object, Droppable] = {}  # by memory: views of a mask are passed on as well
+            stack.enter_context(_instead(makers, _noting(makers[_SDPA], found)))
+            stack.enter_context(_instead(attention, _attending(attention[_SDPA], found)))
+        for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
+            module = sys.modules[name]
+            if hasattr(module, _DELTA_RULE) and hasattr(module, _EXPORTING):
+                stack.enter_context(patch.object(module, _EXPORTING, lambda: False))
         yield
 
 
