@@ -105,7 +105,7 @@ class Steps:
         parts = split_batch(batch, self.microbatches)
         step, bound, factors = self.advance(parts, weights, order, seeds=seeds)
         self._accumulate(step.gradients)
-        if self._apart:
+        if self._apart and not isinstance(self._backend, Emulated):
             union, holding, (rank,) = (
                 self._variants.union,
                 self._variants.holding,
