@@ -1,34 +1,33 @@
 """Thirty-one public multimodal architectures, trained for a step and compared with eager.
 
-    python -m benchmarks.architectures [--names llava,whisper] [--ranks 2,4] [--double] [--gloo]
-                                       [--schedules nested/1f1b,stage/1f1b] [--csv FILE]
+    python -m benchmarks.architectures [--names llava,whisper] [--double] [--csv FILE]
+                                       [--steps "nested/1f1b on 2; nested/1f1b on 2 over gloo"]
 
 Tiny random models of transformers and diffusers (`benchmarks/zoo`), whose microbatches differ in
 the number and the sizes of images; `benchmarks/training.py` says what is compared and how. Each
-model runs in a process of its own, so that a crash is one row. Prints a table as markdown; exit
-code 1 when a loss is further from eager's than 1e-6 or a gradient than 1e-5 (1e-9 in float64).
+model runs in a process of its own, so that a crash is one row. Steps that FILE holds already, and
+that were right, are not run again, so that all can be run in parts. Prints a table as markdown;
+exit code 1 when a loss is further from eager's than 1e-6 or a gradient than 1e-5 (1e-9 in float64).
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks.architecture_rows import Row, line, markdown, merged, read, rows_of, summary, write
 from benchmarks.training import Run, Setting, Trained, said, train
 from benchmarks.zoo import ALL
 
-LOSS_BAR = 1e-6
-GRADIENT_BAR = {"float32": 1e-5, "float64": 1e-9}
+STEPS = "nested/1f1b on 2; stage/1f1b on 4; nested/1f1b on 4; stage/1f1b on 2"
 GLOO = Setting("nested/1f1b", 2, "gloo")
 OVER_GLOO = (  # one of each kind
     "llava",
@@ -42,10 +41,6 @@ OVER_GLOO = (  # one of each kind
     "llm_sd3",
     "llm_pixart",
 )
-HEAD = (
-    "model | regions | rung, graphs | stages, seam values | nodes | capture, compile | loss | "
-    "gradient | float32's own | microbatches | not as drawn, or refused"
-)
 
 
 def main() -> int:
@@ -55,15 +50,22 @@ def main() -> int:
         torch.set_num_threads(1)
         print(json.dumps(asdict(_here(given))))
         return 0
-    found = []
-    print(f"| {HEAD} |\n|{'---|' * (HEAD.count('|') + 1)}", flush=True)
+    path = Path(given.csv) if given.csv else None
+    known = read(path) if path else []
+    rows: list[Row] = []
     for name in given.names.split(",") if given.names else ALL:
-        found.append(_alone(name, given))
-        print(row(found[-1]), flush=True)
-    wrong = list(bars(found))
-    print("\n".join(["", *wrong, summary(found)]))
-    if given.csv:
-        _write(Path(given.csv), found)
+        done = {
+            row.setting for row in known if row.key[:2] == (name, given.dtype) and not row.wrong
+        }
+        left = [setting for setting in settings(given, name) if str(setting) not in done]
+        if left:
+            rows += rows_of(_alone(name, given, left))
+            print(line([row for row in rows if row.model == name]), flush=True)
+        if left and path:
+            write(path, merged(read(path), rows, list(ALL)))
+    rows = merged(known, rows, list(ALL))
+    wrong = [f"{row.model} ({row.dtype}): {row.setting}: {row.wrong}" for row in rows if row.wrong]
+    print("\n".join(["", *markdown(rows), "", *wrong, summary(rows)]))
     return int(bool(wrong))
 
 
@@ -71,12 +73,10 @@ def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", help="of architectures; default: all")
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--schedules", default="nested/1f1b,stage/1f1b")
+    parser.add_argument("--steps", help=f"default: {STEPS}; and over gloo for ten of them")
     parser.add_argument("--double", action="store_const", const="float64", dest="dtype")
-    parser.add_argument("--gloo", action="store_true", help="ten of them over gloo as well")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a model")
-    parser.add_argument("--csv", metavar="FILE", help="a line for each step")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for a model")
+    parser.add_argument("--csv", metavar="FILE", help="a line for each step; what it has is kept")
     parser.add_argument("--one", metavar="NAME", help="this one, here, as JSON")
     parser.set_defaults(dtype="float32")
     return parser.parse_args()
@@ -84,113 +84,43 @@ def arguments() -> argparse.Namespace:
 
 def settings(given: argparse.Namespace, name: str) -> list[Setting]:
     """The steps to run of an architecture."""
-    ranks = map(int, given.ranks.split(","))
-    made = [Setting(s, r) for r, s in product(ranks, given.schedules.split(","))]
-    over_gloo = given.gloo and (given.names or name in OVER_GLOO)
-    return [*made, GLOO] if over_gloo else made
+    made = [_setting(text) for text in (given.steps or STEPS).split(";")]
+    return made if given.steps or name not in OVER_GLOO else [*made, GLOO]
+
+
+def _setting(text: str) -> Setting:
+    """What `nested/1f1b on 2 over gloo` says."""
+    schedule, _, ranks, *backend = text.split()
+    return Setting(schedule, int(ranks), backend[-1] if backend else "local")
 
 
 def _here(given: argparse.Namespace) -> Trained:
     """What this process found of one architecture."""
+    steps = settings(given, given.one)
     try:
-        return train(given.one, ALL[given.one], given.dtype, settings(given, given.one))
+        return train(given.one, ALL[given.one], given.dtype, steps)
     except Exception as error:  # eager itself: a capture has left something behind in the model
-        return Trained(given.one, given.dtype, runs=[Run("eager", error=said(error))])
+        return _failed(given.one, given, steps, f"eager: {said(error)}")
 
 
-def _alone(name: str, given: argparse.Namespace) -> Trained:
+def _failed(name: str, given: argparse.Namespace, steps: Sequence[Setting], why: str) -> Trained:
+    return Trained(name, given.dtype, runs=[Run(str(step), error=why) for step in steps])
+
+
+def _alone(name: str, given: argparse.Namespace, steps: Sequence[Setting]) -> Trained:
     """What another process found; a process that ends without saying anything is a crash."""
     command = [sys.executable, "-m", "benchmarks.architectures", "--one", name]
-    command += ["--ranks", given.ranks, "--schedules", given.schedules]
-    command += ["--double"] * (given.dtype == "float64") + ["--gloo"] * given.gloo
-    command += ["--names", given.names] if given.names else []
+    command += ["--double"] * (given.dtype == "float64") + ["--steps", "; ".join(map(str, steps))]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
     except subprocess.TimeoutExpired:
-        why = f"crash: not done after {given.limit:g} s"
-    else:
-        lines = ended.stdout.splitlines()
-        if ended.returncode == 0 and lines:
-            found = json.loads(lines[-1])
-            return Trained(**{**found, "runs": [Run(**run) for run in found["runs"]]})
-        last = (ended.stderr.splitlines() or [""])[-1]
-        why = f"crash: exit code {ended.returncode}: {last}"
-    return Trained(name, given.dtype, runs=[Run("-", error=why)])
-
-
-def row(found: Trained) -> str:
-    """A line of the table."""
-    done = [run for run in found.runs if not run.error]
-    sizes = dict.fromkeys(f"{run.stages}, {run.values}" for run in done)
-    loss, gradient = _worst(done)
-    cells = [
-        found.name,
-        " ".join(found.regions),
-        _rung(found) if found.nodes else "",
-        "; ".join(sizes),
-        str(found.nodes or ""),
-        f"{found.capture:.1f}, {found.compile:.1f} s" if found.nodes else "",
-        f"{loss:.0e}" if done else "",
-        f"{gradient:.0e}" if done else "",
-        f"{found.rounding:.0e}" if done else "",
-        ("equal" if found.equal else "differ") if done else "",
-        "; ".join(_remarks(found)),
-    ]
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def _rung(found: Trained) -> str:
-    """1: a graph for all values; 2: graphs for the values of some inputs."""
-    rung = f"2 ({', '.join(found.concrete)})" if found.concrete else "1"
-    return f"{rung}, {found.captures}"
-
-
-def _worst(runs: Sequence[Run]) -> tuple[float, float]:
-    return max((r.loss for r in runs), default=0.0), max((r.gradient for r in runs), default=0.0)
-
-
-def _remarks(found: Trained) -> Iterator[str]:
-    yield from found.apart
-    if found.equal:
-        yield f"differing microbatches: {_short(found.equal)}"
-    reasons: dict[str, list[str]] = {}
-    for run in found.runs:
-        if run.error:
-            reasons.setdefault(_short(run.error), []).append(run.setting)
-    yield from (f"{', '.join(where)}: {why}" for why, where in reasons.items())
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:157]}..."
-
-
-def bars(found: Sequence[Trained]) -> Iterator[str]:
-    """What is further from eager than it may be, or did not run."""
-    for one in found:
-        for run in one.runs:
-            if run.error:
-                yield f"{one.name}: {run.setting}: {run.error}"
-            elif run.loss > LOSS_BAR or not run.gradient <= GRADIENT_BAR[one.dtype]:
-                far = f"loss {run.loss:.1e}, gradient {run.gradient:.1e} of {run.worst}"
-                yield f"{one.name}: {run.setting}: {far}"
-        if one.equal:
-            yield f"{one.name}: differing microbatches: {one.equal}"
-
-
-def summary(found: Sequence[Trained]) -> str:
-    """How many there are, and how many are right."""
-    right = sum(not any(bars([one])) for one in found)
-    drawn = sum(not one.apart and bool(one.regions) for one in found)
-    return f"{right} of {len(found)} as eager, {drawn} with the regions as drawn"
-
-
-def _write(path: Path, found: Sequence[Trained]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "dtype", "nodes", *(f.name for f in fields(Run))])
-        for one in found:
-            for run in one.runs:
-                writer.writerow([one.name, one.dtype, one.nodes, *asdict(run).values()])
+        return _failed(name, given, steps, f"crash: not done after {given.limit:g} s")
+    lines = ended.stdout.splitlines()
+    if ended.returncode == 0 and lines:
+        found = json.loads(lines[-1])
+        return Trained(**{**found, "runs": [Run(**run) for run in found["runs"]]})
+    last = (ended.stderr.splitlines() or [""])[-1]
+    return _failed(name, given, steps, f"crash: exit code {ended.returncode}: {last}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,9 +59,10 @@ class Trained:
     """What was found of an architecture; plain values, so that it can be written as JSON.
 
     equal: what the differing microbatches failed with, if equal ones were taken instead; regions:
-    `name:role`; apart: modules that are in no region of their role; concrete: inputs whose values
-    the graph holds for (rung 2); captures: how many graphs the microbatches took; rounding: how far
-    eager is from eager in float64; capture, compile: CPU seconds for the example
+    `name:role`; apart: modules that are in no region of their role; rung: that of the graph that
+    the last microbatch took, with what it is for; captures: how many graphs the microbatches took;
+    rounding: how far eager is from eager in float64; capture, compile: CPU seconds for the example;
+    export: those of `torch.export` alone, in the try that traced it
     """
 
     name: str
@@ -69,10 +70,11 @@ class Trained:
     equal: str = ""
     regions: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
-    concrete: list[str] = field(default_factory=list)
+    rung: str = ""
     captures: int = 0
     nodes: int = 0
     rounding: float = 0.0
+    export: float = 0.0
     capture: float = 0.0
     compile: float = 0.0
     runs: list[Run] = field(default_factory=list)
@@ -105,8 +107,9 @@ def train(
     model = architecture.build(DTYPES[dtype])
     batch = architecture.microbatches(DTYPES[dtype])
     local = [setting for setting in settings if setting.backend == "local"]
-    pipe = _first(found, model, batch, local[0])
+    pipe = _first(found, model, batch, (local or [replace(settings[0], backend="local")])[0])
     if pipe is None:
+        found.runs = [replace(found.runs[0], setting=str(setting)) for setting in settings]
         return found
     _describe(found, pipe, architecture.parts)
     batch = batch if not found.equal else batch[:1] * len(batch)
@@ -124,13 +127,13 @@ def _first(
 ) -> fxpipe.Pipe | None:
     """The model compiled, and run once: with its microbatches, or else with equal ones."""
     try:
-        with clocked(tracer, "capture") as seconds:
+        with clocked(tracer, "capture") as seconds, clocked(torch.export, "export") as exports:
             begun = time.process_time()
             pipe = fxpipe.compile(
                 model, batch[0], schedule=setting.schedule, ranks=setting.ranks, backend="local"
             )
             found.compile = time.process_time() - begun
-        found.capture = sum(seconds)
+        found.capture, found.export = sum(seconds), exports[-1]
     except Exception as error:
         found.runs = [Run(str(setting), error=said(error))]
         return None
@@ -168,10 +171,18 @@ def _run(
 
 def _describe(found: Trained, pipe: fxpipe.Pipe, parts: Mapping[str, str]) -> None:
     found.nodes = len(pipe.captured.graph.graph.nodes)
-    found.concrete = list(pipe.captured.values)
+    found.rung = _rung(pipe)
     found.captures = pipe.captures
     found.regions = [f"{region.name}:{region.role}" for region in pipe.cut.regions]
     found.apart = sorted(_apart(pipe.cut, _held(pipe), parts))
+
+
+def _rung(pipe: fxpipe.Pipe) -> str:
+    """1: a graph for all values; 2: one for the values of some inputs; 3: an opaque stage."""
+    last = pipe.captured
+    if last.prefix is not None:
+        return f"3 (before {last.prefix.boundary})"
+    return f"2 ({', '.join(last.values)})" if last.values else "1"
 
 
 def _held(pipe: fxpipe.Pipe) -> dict[str, list[str]]:
