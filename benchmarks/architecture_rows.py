@@ -163,8 +163,10 @@ def summary(rows: Sequence[Row]) -> str:
     models = list(dict.fromkeys(row.model for row in rows))
     wrong = {row.model for row in rows if row.wrong}
     opaque = {row.model for row in rows if row.rung.startswith("3")}
+    later = {row.model for row in rows if "3 (" in row.rung} - opaque
     steps = sum(not row.wrong for row in rows)
     return (
         f"{len(models) - len(wrong)} of {len(models)} models and {steps} of {len(rows)} steps as "
-        f"eager; {len(models) - len(opaque)} without an opaque stage"
+        f"eager; {len(models) - len(opaque)} examples without an opaque stage, {len(later)} of which get one when "
+        "sizes differ in every microbatch"
     )

@@ -59,8 +59,8 @@ class Trained:
     """What was found of an architecture; plain values, so that it can be written as JSON.
 
     equal: what the differing microbatches failed with, if equal ones were taken instead; regions:
-    `name:role`; apart: modules that are in no region of their role; rung: that of the graph that
-    the last microbatch took, with what it is for; captures: how many graphs the microbatches took;
+    `name:role`; apart: modules that are in no region of their role; rung: that of the example's
+    graph, with what it holds for, and that of the last, if it is another; captures: how many graphs the microbatches took;
     rounding: how far eager is from eager in float64; capture, compile: CPU seconds for the example;
     export: those of `torch.export` alone, in the try that traced it
     """
@@ -133,6 +133,7 @@ def _first(
                 model, batch[0], schedule=setting.schedule, ranks=setting.ranks, backend="local"
             )
             found.compile = time.process_time() - begun
+        found.rung = _rung(pipe)
         found.capture, found.export = sum(seconds), exports[-1]
     except Exception as error:
         found.runs = [Run(str(setting), error=said(error))]
@@ -171,7 +172,7 @@ def _run(
 
 def _describe(found: Trained, pipe: fxpipe.Pipe, parts: Mapping[str, str]) -> None:
     found.nodes = len(pipe.captured.graph.graph.nodes)
-    found.rung = _rung(pipe)
+    found.rung = " → ".join(dict.fromkeys([found.rung, _rung(pipe)]))
     found.captures = pipe.captures
     found.regions = [f"{region.name}:{region.role}" for region in pipe.cut.regions]
     found.apart = sorted(_apart(pipe.cut, _held(pipe), parts))

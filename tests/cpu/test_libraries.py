@@ -1,4 +1,5 @@
-"""A tower whose library drops masks that hide nothing, and that is causal without a mask."""
+"""A tower whose library drops masks that hide nothing, and that is causal without a mask; a rule
+that it computes otherwise while it is exported."""
 
 import copy
 from typing import Any
@@ -66,3 +67,32 @@ def test_each_microbatch_has_its_mask() -> None:
     pipe = trained_alike(model, batch, 1e-12, ranks=2)
     assert pipe.captures == 1
     step_alike(pipe, batch[1:], reference, 1e-12)
+
+
+class Delta(nn.Module):
+    """A gated delta rule, as transformers computes it without special kernels."""
+
+    def __init__(self) -> None:
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+        super().__init__()
+        self.rule = torch_chunk_gated_delta_rule
+        self.embed = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 26) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            *heads, gates = layer(x).split([8, 8, 8, 2], -1)
+            query, key, value = (head.unflatten(-1, (1, 8)) for head in heads)
+            decay, beta = gates.sigmoid().split(1, -1)
+            x = x + self.rule(query, key, value, g=-decay, beta=beta, chunk_size=4)[0].flatten(2)
+        return x.square().mean()
+
+
+def test_triangular_systems_are_solved_as_in_eager() -> None:
+    torch.manual_seed(0)
+    batch = [(torch.randint(0, 9, (rows, 8)),) for rows in (2, 3)]
+    pipe = trained_alike(Delta(), batch, 1e-5, ranks=2)
+    found = [node.target for node in pipe.captured.graph.graph.nodes]
+    assert found.count(torch.ops.aten.linalg_solve_triangular.default) == 4

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.slow
 
 
 class Encoder(nn.Module):
-    """As many draws as numbers in `counts`, each of which decides what is done."""
+    """As many draws as numbers in `counts`, each of which decides what is done; then blocks, more
+    than there are after them, where the model cannot be cut."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         for count in counts.tolist():
@@ -29,6 +31,8 @@ class Encoder(nn.Module):
             if numpy.random.rand() > 0.5:
                 x = x.flip(-1)
             x = x * random.choice([1, 2, 3]) + count
+        for block in self.blocks:
+            x = block(x).tanh()
         return x
 
 
