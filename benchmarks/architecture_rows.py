@@ -167,6 +167,6 @@ def summary(rows: Sequence[Row]) -> str:
     steps = sum(not row.wrong for row in rows)
     return (
         f"{len(models) - len(wrong)} of {len(models)} models and {steps} of {len(rows)} steps as "
-        f"eager; {len(models) - len(opaque)} examples without an opaque stage, {len(later)} of which get one when "
-        "sizes differ in every microbatch"
+        f"eager; {len(models) - len(opaque)} examples without an opaque stage; {len(later)} get "
+        "one when sizes differ in every microbatch"
     )

@@ -60,9 +60,9 @@ class Trained:
 
     equal: what the differing microbatches failed with, if equal ones were taken instead; regions:
     `name:role`; apart: modules that are in no region of their role; rung: that of the example's
-    graph, with what it holds for, and that of the last, if it is another; captures: how many graphs the microbatches took;
-    rounding: how far eager is from eager in float64; capture, compile: CPU seconds for the example;
-    export: those of `torch.export` alone, in the try that traced it
+    graph, with what it holds for, and that of the last, if it is another; captures: how many graphs
+    the microbatches took; rounding: how far eager is from eager in float64; capture, compile: CPU
+    seconds for the example; export: those of `torch.export` alone, in the try that traced it
     """
 
     name: str
