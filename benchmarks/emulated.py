@@ -22,13 +22,16 @@ _PR_SET_TIMERSLACK = 29
 
 @dataclass
 class Device:
-    """The emulated device of this process: seconds per unit of work; start and end of its ops."""
+    """The emulated device of this process: seconds per unit of work; how many units were asked for;
+    start and end of its ops."""
 
     unit: float = 0.0
+    asked: float = 0.0
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, units: float) -> None:
         """Sleep until the end of an op that starts now."""
+        self.asked += units
         start = time.perf_counter()
         deadline = start + units * self.unit
         while (now := time.perf_counter()) < deadline:

@@ -112,7 +112,7 @@ def interleave(
 def _sample(runner: Runner, into: Samples, ops: int) -> None:
     runner.weight.grad = None
     DEVICE.spans.clear()
-    start = _agreed_start()
+    start = agreed_start()
     main, process = time.thread_time(), time.process_time()
     runner.step()
     end = time.perf_counter(), time.thread_time(), time.process_time()
@@ -130,7 +130,7 @@ def _sample(runner: Runner, into: Samples, ops: int) -> None:
         into.parts.setdefault(kind, []).append(part)
 
 
-def _agreed_start() -> float:
+def agreed_start() -> float:
     """Wait for an instant that rank 0 names; the ranks of one machine share a monotonic clock."""
     start = torch.tensor(time.perf_counter() + _LEAD, dtype=torch.float64)
     dist.barrier()

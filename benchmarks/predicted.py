@@ -25,7 +25,7 @@ from benchmarks.systems import BY_NAME, Row, simulated, with_microbatches
 from benchmarks.workloads import BIGMAC_U, WORKLOADS, Workload
 from fxpipe.costmodel import Hiding, base_alone, measured, predicted
 from fxpipe.emulation import stretched
-from fxpipe.emulator import finished
+from fxpipe.passes.communicate import communicate
 from fxpipe.simulate import simulate
 from fxpipe.timeline import Timeline
 
@@ -73,7 +73,8 @@ def _compared(workload: Workload, given: argparse.Namespace) -> list[float]:
 def with_base(row: Row, factor: float) -> tuple[Job, Job]:
     """A system's table and its base rows alone, with times so many times as long."""
     costs = stretched(row.found.costs, factor)
-    return (row.found.table, costs), (finished(base_alone(row.found.table), costs), costs)
+    alone = communicate(base_alone(row.found.table), costs=costs)
+    return (row.found.table, costs), (alone, costs)
 
 
 def compare(

@@ -122,6 +122,7 @@ class Slot:
         self.index = index
         self.spec = specs
         self.weight = torch.ones((), dtype=torch.float64)
+        self.tensors: Mapping[str, Tensor] = {}
         self.chance: object = None
 
     def fields(self, stages: object) -> frozenset[str]:

@@ -28,10 +28,11 @@ from fxpipe.errors import FxpipeError, RankError, TableError
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
 from fxpipe.program import emit
+from fxpipe.rules_order import makes_progress
 from fxpipe.runtime import run_step
 from fxpipe.table import Table
 from fxpipe.timeline import Timeline
-from fxpipe.verify import verify
+from fxpipe.verify import MOVES, verify
 
 _PATIENCE = 15.0  # seconds from the first failure until what is left is ended
 _FOREVER = timedelta(days=1)  # of gloo: a rank that has died closes its sockets
@@ -106,7 +107,10 @@ class Emulator:
             raise TableError(
                 f"the table has {len(table.rows)} ranks, and {self.ranks} processes run"
             )
-        job = _Job(finished(table, costs), costs, steps, fraction)
+        if not any(op.way for row in table.rows for op in row):
+            table = finished(table, costs)
+        verify(table, (*MOVES, makes_progress))  # else ranks could wait for ever
+        job = _Job(table, costs, steps, fraction)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has died; that is said below
                 pipe.send(job)
