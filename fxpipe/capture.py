@@ -8,7 +8,7 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,22 +114,25 @@ def capture(
     *,
     outputs: Outputs = False,
     train: bool = True,
+    hold: Collection[str] = (),
 ) -> Captured:
     """Trace `model` on one microbatch (a dict of keyword arguments, or a tuple).
 
     The model returns a scalar loss, an object with `.loss`, or anything that `loss_fn` turns into
     a scalar; outputs: what else is wanted of it (`wanted.Reader`). Without `train` the model runs
-    under no_grad. Raises CaptureError naming the module, the source line and the construct.
+    under no_grad. hold: tensors whose values the graph may use, and then holds for alone. Raises
+    CaptureError naming the module, the source line and the construct.
     """
     check_norms(model)
     tensors, fixed, structure = flatten(microbatch)
     check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
+    names = [name for name, _ in tensors]
+    held = frozenset(number for number, name in enumerate(names) if name in hold)
     whole = WithLoss(model, structure, fixed, reader)
     with recording_functions(), trusting_distributions(), torch.set_grad_enabled(train):
         leaves = apart([tensor for _, tensor in tensors])
-        exported = settled(model, whole.moved, lambda: export(whole, leaves))
-    names = [name for name, _ in tensors]
+        exported = settled(model, whole.moved, lambda: export(whole, leaves, held))
     found = captured_of(model, exported, (names, fixed, structure), reader.returned)
     return found if train else replace(found, trained=frozenset())
 

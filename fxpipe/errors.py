@@ -13,6 +13,10 @@ class ReadError(CaptureError):
     """Python reads values of the input for which no graph can hold."""
 
 
+class UnknownSizeError(CaptureError):
+    """A size that depends on data decides how a graph is differentiated, and no trace knows it."""
+
+
 class RegionError(FxpipeError):
     """Regions could not be found, or the user's `regions=` do not fit the model."""
 

@@ -27,6 +27,7 @@ from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
 Policy = Callable[[Tensor], dict[int, Any]]
+_SIZES = "the backward, whose operators depend on sizes that follow from them"
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,16 @@ def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def export(whole: WithLoss, tensors: Sequence[Tensor]) -> Traced:
-    """Export with as many symbolic dimensions, and as few concrete values, as the model allows."""
+def export(
+    whole: WithLoss, tensors: Sequence[Tensor], hold: frozenset[int] = frozenset()
+) -> Traced:
+    """Export with as many symbolic dimensions, and as few concrete values, as the model allows.
+
+    hold: leaves that are held concrete in any case
+    """
     failure: Exception | None = None
-    held: frozenset[int] | None = None
-    reads: tuple[str, ...] = ()
+    held: frozenset[int] | None = hold or None
+    reads: tuple[str, ...] = (_SIZES,) if hold else ()
     for policy in _POLICIES:
         try:
             program, held, found = _with_values(whole, tensors, policy, held)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.cut import Cut
 from fxpipe.stageop import Grads, Running, Variants
+from fxpipe.state import grad_dtype
 
 
 class GroupOp(nn.Module):
@@ -66,7 +67,8 @@ class GroupOp(nn.Module):
 
     def _local(self, name: str, grads: Sequence[Grads]) -> Tensor:
         found = [stage[name] for stage in grads if name in stage]
-        return total(found) if found else torch.zeros_like(self._state[name])
+        like = self._state[name]
+        return total(found) if found else torch.zeros_like(like, dtype=grad_dtype(like))
 
 
 class GradientsOp(nn.Module):

@@ -15,7 +15,7 @@ from fxpipe import cut as cuts
 from fxpipe.bind import Symbols
 from fxpipe.capture import Captured
 from fxpipe.cut import Cut, Layout, Role, Seam
-from fxpipe.errors import CaptureError, FxpipeError, RegionError
+from fxpipe.errors import CaptureError, FxpipeError, RegionError, UnknownSizeError
 from fxpipe.forwarding import forward_alone
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.joint import Differentiated, StageGraphs, differentiate, repartition
@@ -27,6 +27,7 @@ from fxpipe.schedule import Plan
 from fxpipe.scheduler import Scheduler
 from fxpipe.solving import solve
 from fxpipe.split import Stages, split
+from fxpipe.torch_internals import DataDependentError
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def _differentiated(captured: Captured, stages: Stages, recompute: Sequence[str]
     except FxpipeError:
         raise
     except Exception as error:
-        raise CaptureError(
+        kind = UnknownSizeError if isinstance(error, DataDependentError) else CaptureError
+        raise kind(
             f"the graph of this microbatch cannot be differentiated: {type(error).__name__}: "
             f"{error}. See first that eager runs its forward and backward"
         ) from error
@@ -207,10 +209,12 @@ def stage_names(regions: Regions, plan: Plan) -> dict[str, tuple[str, ...]]:
 
 def _recomputing(recompute: Sequence[str], regions: Regions, seen: Seen) -> tuple[str, ...]:
     roles = seen.roles | dict(regions.roles)
-    unknown = [name for name in recompute if name not in roles]
+    known = {**roles, **seen.names}  # a pipe before this one may have met more paths
+    unknown = [name for name in recompute if name not in known]
     if unknown:
         raise RegionError(
-            f"recompute names {unknown[0]!r}; this model has the regions {', '.join(roles)}"
+            f"recompute names {unknown[0]!r}; this model has the regions {', '.join(known)}. One "
+            "that only some microbatches have is known from an example of these"
         )
     return tuple(name for name in regions.roles if name in recompute)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxpipe.copying import Ends
 from fxpipe.cut import Cut, Kind
 from fxpipe.errors import BackendError
+from fxpipe.state import grad_dtype
 
 if TYPE_CHECKING:
     from fxpipe.bind import Bound
@@ -217,7 +218,8 @@ class StageOp(nn.Module):
         if Kind.B not in graphs.kinds:
             wanted = placed(wanted, self._places(mb, graphs)[0])
         found = self._call(mb, graphs)(state, mb.feed(graphs), kept, wanted, mb.weight)
-        return accumulate(grads or {}, dict(zip(graphs.trained, found, strict=True)))
+        new = dict(zip(graphs.trained, found, strict=True))
+        return accumulate(grads or {}, new, self._state)
 
 
 class Later(NamedTuple):
@@ -255,8 +257,10 @@ def placed(bundles: Sequence[Any], at: Places) -> Sequence[Any]:
     return bundles if at is None else [() if i is None else bundles[i] for i in at]
 
 
-def accumulate(grads: Grads, new: Mapping[str, Tensor | None]) -> Grads:
-    """`grads` with `new` added in place, as autograd accumulates.
+def accumulate(
+    grads: Grads, new: Mapping[str, Tensor | None], state: Mapping[str, Tensor]
+) -> Grads:
+    """`grads` with `new` added in place, as autograd accumulates: in the dtype of each `.grad`.
 
     The first gradient of a parameter is copied: it may be a view of a value that others still read.
     """
@@ -266,5 +270,6 @@ def accumulate(grads: Grads, new: Mapping[str, Tensor | None]) -> Grads:
         if name in grads:
             grads[name].add_(grad)
         else:
-            grads[name] = grad.clone(memory_format=torch.contiguous_format)
+            dtype, layout = grad_dtype(state[name]), torch.contiguous_format
+            grads[name] = grad.to(dtype, copy=True, memory_format=layout)
     return grads

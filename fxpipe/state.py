@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 
@@ -15,3 +16,9 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
+
+
+def grad_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the gradient that autograd would accumulate for it."""
+    found: torch.dtype | None = getattr(tensor, "grad_dtype", None)
+    return found or tensor.dtype

@@ -5,17 +5,21 @@ come of integers; when a third graph would be wanted, or where floats are read, 
 which serves all values.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from torch import nn
 
 from fxpipe.capture import Captured, capture, refuse_hooks
-from fxpipe.errors import CaptureError, ReadError
-from fxpipe.inputs import Microbatch
+from fxpipe.errors import CaptureError, ReadError, UnknownSizeError
+from fxpipe.inputs import Leaf, Microbatch
 from fxpipe.mode import Mode
 from fxpipe.rungs import capture_opaque
 from fxpipe.state import named_state
 from fxpipe.torch_internals import has_hooks, watching_hooks
 from fxpipe.wanted import LossFn, Outputs, Reader
 
+T = TypeVar("T")
 REPEATS = 2  # how many graphs there are before one is wanted that serves all values
 
 
@@ -34,6 +38,7 @@ class Tracer:
         self._train = outputs is None
         self._seen: list[Microbatch] = []
         self._reads = False
+        self._hold: set[str] = set()
         self.mode: Mode = ()
         self._refusal: CaptureError | None = None
 
@@ -43,6 +48,7 @@ class Tracer:
             self.mode = mode
             self._seen.clear()
             self._reads = False
+            self._hold.clear()
             self._refusal = None
 
     def trace(self, microbatch: Microbatch) -> Captured:
@@ -51,6 +57,20 @@ class Tracer:
         owners = owners if self._train else []
         refuse_hooks([name or "the model" for name, owner in owners if has_hooks(owner)])
         return self._on_some_rung(microbatch)
+
+    def lowered(self, microbatch: Microbatch, lower: Callable[[Captured], T]) -> T:
+        """What is made of a graph for a microbatch. Where a size that depends on data decides about
+        the backward, the graph holds the values that it follows from."""
+        captured = self.trace(microbatch)
+        try:
+            return lower(captured)
+        except UnknownSizeError:
+            behind = {leaf.name for leaf in captured.leaves if _decides(leaf, captured)}
+            if not behind - self._hold:
+                raise
+            self._hold |= behind
+            self._seen = [seen for seen in self._seen if seen is not microbatch]
+        return self.lowered(microbatch, lower)
 
     def _on_some_rung(self, microbatch: Microbatch) -> Captured:
         if self._reads and len(self._seen) >= REPEATS and self._refusal is None:
@@ -73,10 +93,23 @@ class Tracer:
         outputs, train = self._outputs, self._train
         seen: list[str] = []
         with watching_hooks(seen):
-            found = capture(self._model, microbatch, self._loss_fn, outputs=outputs, train=train)
+            found = capture(
+                self._model,
+                microbatch,
+                self._loss_fn,
+                outputs=outputs,
+                train=train,
+                hold=self._hold,
+            )
         refuse_hooks(seen if train else ())
         return found
 
     def _opaque(self, microbatch: Microbatch) -> Captured:
         reader = Reader(self._loss_fn, self._outputs)
         return capture_opaque(self._model, microbatch, reader, self._seen, train=self._train)
+
+
+def _decides(leaf: Leaf, captured: Captured) -> bool:
+    """Whether sizes of a graph follow from values of this tensor, which may repeat."""
+    whole = not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    return whole and leaf.placeholder in captured.data.inputs

@@ -8,12 +8,14 @@ cut (`fxpipe.union`), so that one table and one program run any mixture.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.bind import Fit, Sizes, mismatch, other_float, with_data
+from fxpipe.capture import Captured
 from fxpipe.copies import copies_of
 from fxpipe.costs import Costs
 from fxpipe.device import Device
@@ -279,16 +281,18 @@ class Variants:
         found = self._memory.recall(self._mode, microbatch, self.scheduler, self.ranks, seen)
         if found is None:
             self._memory.captures += 1
-            captured = self._tracer.trace(microbatch)
-            self._settle_mode()
-            found = lower(
-                captured,
-                microbatch,
-                scheduler=self.scheduler,
-                ranks=self.ranks,
-                given=self._given,
-                seen=seen,
-                like=None if self._forward is None else self._forward.like,
-            )
+            found = self._tracer.lowered(microbatch, partial(self._lower, microbatch, seen))
         self._memory.add(self._mode, found, seen)
         return found
+
+    def _lower(self, microbatch: Microbatch, seen: Seen, captured: Captured) -> Lowered:
+        self._settle_mode()
+        return lower(
+            captured,
+            microbatch,
+            scheduler=self.scheduler,
+            ranks=self.ranks,
+            given=self._given,
+            seen=seen,
+            like=None if self._forward is None else self._forward.like,
+        )

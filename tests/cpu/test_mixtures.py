@@ -75,6 +75,17 @@ def test_regions_that_come_later_get_their_place(
         assert len([stage for stage in later.cut.stages if stage.region == "llm"]) == stages
 
 
+def test_recompute_of_regions_that_come_later(
+    pipe: fxpipe.Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are known from the pipe before, whatever the new one meets first."""
+    monkeypatch.setattr(pipe, "_example", microbatch(PATHS[0]))
+    later = pipe.reschedule("nested/1f1b", recompute=["vision", "generator"])
+    check(later, MIXED)
+    again = {region.name for region in later.cut.regions if region.recompute}
+    assert again == {"vision", "generator"}
+
+
 def test_weight_zero_for_what_has_no_counted_token(pipe: fxpipe.Pipe) -> None:
     empty = microbatch(("labels",))
     empty["labels"] = torch.full_like(empty["labels"], -100)
