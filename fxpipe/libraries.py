@@ -48,22 +48,24 @@ def as_exported() -> Iterator[None]:
 @contextmanager
 def libraries_as_untraced() -> Iterator[None]:
     """Inside, a model that sees that it is exported computes what it does when it is not."""
-    masking = sys.modules.get("transformers.masking_utils")
-    modeling = sys.modules.get("transformers.modeling_utils")
+    makers = _table("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
+    attention = _table("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS")
     with ExitStack() as stack:
-        if masking is not None and modeling is not None:
-            makers, attention = (
-                masking.ALL_MASK_ATTENTION_FUNCTIONS,
-                modeling.ALL_ATTENTION_FUNCTIONS,
-            )
+        if makers is not None and attention is not None:
             found: dict[object, Droppable] = {}  # by memory: views of a mask are passed on as well
             stack.enter_context(_instead(makers, _noting(makers[_SDPA], found)))
             stack.enter_context(_instead(attention, _attending(attention[_SDPA], found)))
         for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
             module = sys.modules[name]
-            if hasattr(module, _DELTA_RULE) and hasattr(module, _EXPORTING):
+            if {_DELTA_RULE, _EXPORTING} <= vars(module).keys():
                 stack.enter_context(patch.object(module, _EXPORTING, lambda: False))
         yield
+
+
+def _table(module: str, name: str) -> Any:
+    """One of the library's tables of functions; None where it is not in use, or has none."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if found is not None and _SDPA in found else None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.chance import drawing_from, state_of
+from fxpipe.errors import BatchError
 from fxpipe.python_chance import PYTHON, python_left_alone, python_state
 
 
@@ -19,8 +20,10 @@ def generators(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def drawing(states: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-    """Code that runs inside draws from generators in these states."""
+    """Code that runs inside draws from generators in these states. Raises BatchError if it draws
+    from another one, whose state no other rank knows."""
     devices = {p.device.type: p.device for p in model.parameters()}
+    others = {kind: state for kind, state in generators(model).items() if kind not in states}
     with ExitStack() as stack:
         if PYTHON in states:
             stack.enter_context(python_left_alone(states[PYTHON]))
@@ -28,3 +31,10 @@ def drawing(states: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
             device = devices.get(kind, torch.device("cpu"))
             stack.enter_context(drawing_from(states[kind], device))
         yield
+    after = generators(model) if others else {}
+    drawn = [kind for kind, state in others.items() if not torch.equal(state, after[kind])]
+    if drawn:
+        raise BatchError(
+            f"random numbers are drawn ({drawn[0]}) for this microbatch, and none were for the one "
+            "that was traced: give fxpipe.compile an example for which they are"
+        )

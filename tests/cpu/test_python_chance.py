@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, RankError
 from fxpipe.python_chance import python_left_alone, python_state, set_python_state
 from tests.eager import step_alike
 
@@ -112,3 +112,25 @@ def test_dropout_depends_on_no_placement() -> None:
 def test_draws_past_every_boundary_are_refused() -> None:
     with pytest.raises(CaptureError, match="forward draws from random"):
         fxpipe.compile(Model(late=True).double(), batch()[0], ranks=1, backend="local")
+
+
+class Sometimes(Model):
+    """Draws only where a value of floats is large."""
+
+    def forward(self, x: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids) + self.shaken(self.vision.layer(x)).mean(0)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return hidden.square().mean()
+
+    def shaken(self, x: Tensor) -> Tensor:
+        return x * random.random() if x.max() > 9 else x
+
+
+def test_draws_that_the_example_lacks_are_refused() -> None:
+    torch.manual_seed(0)
+    mbs, model = batch(), Sometimes().double()
+    pipe = fxpipe.compile(model, mbs[0], ranks=1, backend="local")
+    pipe.step(mbs[:1])
+    with pytest.raises(RankError, match=r"random numbers are drawn \(python\)"):
+        pipe.step([{**mbs[0], "x": mbs[0]["x"] * 1000}])
