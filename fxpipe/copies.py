@@ -9,7 +9,7 @@ have it run these too: then they are fetched from a rank that has trained them.
                     .refuse(...)           where nothing can be fetched
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from fxpipe.backends.base import Transport
 from fxpipe.errors import BatchError
 
 _AT_ONCE = 64 << 20  # bytes of parameters that are under way together
+_KNOWN = 16  # sets of held tensors that need not be looked at again
 
 Names = tuple[Set[str], ...]  # of each rank
 
@@ -44,15 +45,19 @@ class Mark(NamedTuple):
 class Copies:
     """The copies of one model's parameters, in all processes that train it.
 
-    handed: the names of those that each rank has given out last, for its optimizer
+    handed: the names of those that each rank has given out last; in_use: whether an optimizer has
+    changed some since
     """
 
     def __init__(self) -> None:
         self.handed: Names = ()
+        self.in_use = False
+        self._given: dict[str, Mark] = {}  # of those handed out here, as they were then
         self._rank = 0
         self._behind: Names = ()
         self._marks: dict[str, Mark] = {}  # of those that are behind here, since they are
-        self._settled: tuple[object, object] = (None, None)
+        self._own: dict[str, Mark] = {}  # of those trained here, at the first step
+        self._settled: dict[int, tuple[Names, Names]] = {}  # what was looked at, by id of the first
 
     def trained(self, held: Names, names: Set[str], rank: int, state: Mapping[str, Tensor]) -> None:
         """A step gave these parameters gradients, on the ranks that hold them."""
@@ -60,19 +65,28 @@ class Copies:
         behind = tuple(old | (names - own) for old, own in zip(before, held, strict=True))
         if behind != self._behind:
             self._rank, self._behind = rank, behind
+            self._own = {name: Mark.of(state[name]) for name in names & held[rank]} | self._own
             for name in behind[rank] - self._marks.keys():
                 self._marks[name] = Mark.of(state[name])
 
-    def bring(self, backend: Backend, held: Names, state: Mapping[str, Tensor]) -> None:
-        """Fetch what ranks are about to read and have not trained. Every rank calls it, with the
-        same `held`. What a rank has been given since by the user (`load_state_dict`) stays.
+    def hand_out(self, names: Names, ranks: Collection[int], state: Mapping[str, Tensor]) -> None:
+        """Ranks give out parameters to an optimizer, some of them in this process."""
+        self.handed, self.in_use = names, False
+        here = frozenset[str]().union(*(names[rank] for rank in ranks))
+        self._given = {name: Mark.of(state[name]) for name in here}
+
+    def bring(self, backend: Backend, held: Names, state: Mapping[str, Tensor]) -> bool:
+        """Fetch what ranks are about to read and have not trained; whether there was anything new
+        to look at. Every rank calls it, with the same `held`. What a rank has been given since by
+        the user (`load_state_dict`) stays.
 
         Raises BatchError if the ranks were others when the model was trained.
         """
-        if self._settled[0] is held and self._settled[1] is self._behind:
-            return
+        before = self._settled.get(id(held))
+        if before is not None and before[1] is self._behind:
+            return False
         if self._behind:
-            self._check_ranks(backend)
+            self._compare(backend, state)
         pairs = list(zip(held, self._behind, strict=True)) if self._behind else []
         lacking = tuple(own & behind for own, behind in pairs)
         if any(lacking):
@@ -80,22 +94,33 @@ class Copies:
             self._behind = tuple(old - new for old, new in zip(self._behind, lacking, strict=True))
             for name in lacking[self._rank]:
                 del self._marks[name]
-        self._settled = held, self._behind
+                self._own.pop(name, None)
+        self._settled[id(held)] = held, self._behind
+        if len(self._settled) > _KNOWN:
+            del self._settled[next(iter(self._settled))]
+        return True
 
-    def _check_ranks(self, backend: Backend) -> None:
-        """Raises BatchError, on every rank, if one was another rank when the model was trained."""
-        was = torch.tensor([len(self._behind), self._rank], device=backend.device.device)
-        (found,) = backend.run(lambda rank, t: t.collect({(rank, 0): was}, None)).values()
-        for (rank, _), (ranks, before) in sorted((k, v.tolist()) for k, v in found.items()):
+    def _compare(self, backend: Backend, state: Mapping[str, Tensor]) -> None:
+        """Learn whether optimizers are in use. Raises BatchError, on every rank, if one was another
+        rank when the model was trained."""
+        in_use = any(not mark.same(state[name]) for name, mark in self._given.items())
+        mine = torch.tensor([len(self._behind), self._rank, in_use], device=backend.device.device)
+        (found,) = backend.run(lambda rank, t: t.collect({(rank, 0): mine}, None)).values()
+        said = {rank: numbers.tolist() for (rank, _), numbers in found.items()}
+        for rank, (ranks, before, _) in sorted(said.items()):
             if (ranks, before) != (backend.ranks, rank):
                 raise BatchError(
                     f"rank {rank} of {backend.ranks} trained this model as rank {before} of "
                     f"{ranks}, and where its newest parameters are is not known. Gather the "
                     "state_dict() of all ranks, load it into a new model, and compile that"
                 )
+        self.in_use = any(used for _, _, used in said.values())
 
     def refuse(self, names: Set[str], state: Mapping[str, Tensor]) -> None:
-        """Raises BatchError if one of these tensors is not the newest in this process."""
+        """Raises BatchError if one of these tensors is not the newest in this process. Where what
+        is trained here has not changed, no optimizer has run, and all are as they were."""
+        if self._own and all(mark.same(state[name]) for name, mark in self._own.items()):
+            return
         old = sorted(n for n in names & self._marks.keys() if self._marks[n].same(state[n]))
         if old:
             raise BatchError(

@@ -233,7 +233,7 @@ class Pipe:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, each once."""
-        self._variants.hand_out()
+        self._variants.hand_out(self.backend.mine)
         mine = self._variants.held(self.backend.mine)
         yield from ((n, p) for n, p in self.model.named_parameters() if n in mine)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.agreement import check_batch, check_weights
 from fxpipe.backends import Backend, Emulated
 from fxpipe.bind import Bound, Fit
 from fxpipe.costs import Costs
@@ -129,6 +130,8 @@ class Steps:
         emulated = isinstance(self._backend, Emulated)
         if not emulated:
             _refuse_meta(self._variants.device)
+        if self._apart and self.last is None:
+            check_batch(self._backend, parts)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         self._variants.refresh()
@@ -154,18 +157,23 @@ class Steps:
         return self.last, bound, factors
 
     def catch_up(self) -> None:
-        """Have the newest of what the ranks of this process read. Every rank calls it."""
+        """Have the newest of what the ranks of this process read. Every rank calls it.
+
+        Raises BatchError if ranks hold different values of one tensor.
+        """
         known = self._variants
         if self._apart:
             held = known.holding.by_rank(known.union)
-            known.holding.copies.bring(self._backend, held, known.state)
-        else:
+            if known.holding.copies.bring(self._backend, held, known.state):
+                check_weights(self._backend, held, known.state)
+        elif not isinstance(self._backend, Emulated):
             known.holding.copies.refuse(known.held(self._backend.mine), known.state)
 
     @property
     def _apart(self) -> bool:
-        """Whether other processes have copies of the model of their own."""
-        return len(self._backend.mine) < self._backend.ranks
+        """Whether other processes train copies of the model of their own."""
+        emulated = isinstance(self._backend, Emulated)
+        return len(self._backend.mine) < self._backend.ranks and not emulated
 
     @property
     def count(self) -> int:

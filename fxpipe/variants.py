@@ -139,9 +139,9 @@ class Variants:
         """Names of the tensors of these ranks; what no stage reads stays on the first rank."""
         return self.union.held(ranks, set(self.canonical.values()))
 
-    def hand_out(self) -> None:
+    def hand_out(self, ranks: Collection[int]) -> None:
         """Note which parameters each rank has from now on: its optimizer will have these."""
-        self.generation += self.holding.hand_out(self._bare)
+        self.generation += self.holding.hand_out(self._bare, ranks, self.state)
 
     def refresh(self) -> None:
         """Look up the model's tensors again: they may have been replaced since the last step."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import variants
-from fxpipe.copies import copies_of
 from fxpipe.errors import BatchError
+from tests import mixtures
 from tests.models import Small, worst
 
 
@@ -77,19 +77,22 @@ def test_a_rank_says_when_it_gets_a_parameter_later() -> None:
 
 
 def test_what_was_given_out_still_gets_its_gradient() -> None:
-    """Also where its rank does not read it any more."""
-    model, reference = _pair()
-    batch = [{"x": torch.randn(2, 3).double()}]
-    pipe = fxpipe.compile(model, batch[0], ranks=2, backend="local", schedule="nested/1f1b")
-    union = pipe._variants.union
-    name = "blocks.0.down.weight"
-    assert union.owners[name] == (first := pipe.cut.stages[0].name,)
-    kept = union.keeping((frozenset(), frozenset({name})))
-    last = pipe.cut.stages[-1].name
-    assert kept.owners[name] == (first, last)
-    assert (first, last) in kept.cut.shared
-    assert kept.keeping((frozenset(), frozenset({name}))) is kept
-    copies_of(model).handed = (frozenset(), frozenset({name}))
-    pipe = pipe.reschedule("nested/1f1b")
-    assert pipe.cut == kept.cut
-    _step(pipe, reference, batch)
+    """Also where its rank does not read it any more: its optimizer would leave it behind."""
+    model, reference = mixtures.made(), mixtures.made()
+    both, one = (
+        mixtures.microbatch(parts) for parts in (("images", "target"), ("images", "labels"))
+    )
+    pipe = fxpipe.compile(model, both, ranks=2, backend="local", schedule="stage/1f1b")
+    name, first, last = "bridge.weight", pipe.cut.stages[0].name, pipe.cut.stages[-1].name
+    assert pipe._variants.union.owners[name] == (first, last)
+    given = {name for name, _ in pipe.named_parameters()}
+    assert name in given
+    for module in (model, reference):
+        module.eval()  # all is traced again
+    _step(pipe, reference, [one])
+    assert len(pipe.variants) == 1
+    owners = pipe._variants.union.owners[name]
+    assert {pipe.cut.stage[stage].rank for stage in owners} == {0, 1}
+    list(pipe.parameters())
+    assert pipe._variants.union.owners[name] == (first,)
+    _step(pipe, reference, [one])

@@ -4,14 +4,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import BatchError
 from tests.cpu.test_union import Steps
 from tests.dist.test_gloo import processes
+from tests.models import Small
 
 RATE = 0.1
+
+
+class Tied(nn.Module):
+    """One weight, in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.blocks = nn.ModuleList(Small(3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x @ self.weight)
+        return x.square().mean()
 
 
 def _model() -> nn.Module:
@@ -69,3 +84,22 @@ def test_weights_follow_the_schedule(tmp_path: Path) -> None:
         expected.append(losses.detach())
     for found in processes(_moves, 2, tmp_path):
         assert torch.allclose(torch.stack(found), torch.stack(expected), atol=1e-12, rtol=0)
+
+
+def _apart(rank: int, ranks: int) -> None:
+    torch.manual_seed(rank)
+    x = _batch(0)[0]
+    pipe = fxpipe.compile(Tied().double(), ranks=ranks)
+    with pytest.raises(BatchError, match="ranks 0 and 1 both hold weight, with different values"):
+        pipe.step([x])
+    torch.manual_seed(0)
+    pipe = fxpipe.compile(Tied().double(), ranks=ranks)
+    with pytest.raises(BatchError, match="microbatch 1 on rank 1 is not that on rank 0"):
+        pipe.step([x, _batch(rank)[0]])
+    with pytest.raises(BatchError, match="rank 1 was given 2 microbatches and rank 0 1"):
+        pipe.step([x] * (1 + rank))
+    pipe.step([x])
+
+
+def test_processes_that_differ_are_told(tmp_path: Path) -> None:
+    processes(_apart, 2, tmp_path)

@@ -107,6 +107,7 @@ LEVELS = (
         "union",
         "copies",
         "holding",
+        "agreement",
         "memory",
         "tracer",
         "variants",
