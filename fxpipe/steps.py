@@ -106,14 +106,10 @@ class Steps:
         parts = split_batch(batch, self.microbatches)
         step, bound, factors = self.advance(parts, weights, order, seeds=seeds)
         self._accumulate(step.gradients)
-        if self._apart and not isinstance(self._backend, Emulated):
-            union, holding, (rank,) = (
-                self._variants.union,
-                self._variants.holding,
-                self._backend.mine,
-            )
-            where = holding.by_rank(union), union.trained, rank
-            holding.copies.trained(*where, self._variants.state)
+        if self._apart:
+            union, (rank,) = self._variants.union, self._backend.mine
+            where = self._variants.holding.by_rank(union), union.trained, rank
+            self._variants.holding.copies.trained(*where, self._variants.state)
         self._write(step.buffers)
         return Result(step.losses, factors.cpu(), _metrics(returned(step, bound)))
 
