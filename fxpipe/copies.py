@@ -73,7 +73,8 @@ class Copies:
         """Ranks give out parameters to an optimizer, some of them in this process."""
         self.handed, self.in_use = names, False
         here = frozenset[str]().union(*(names[rank] for rank in ranks))
-        self._given = {name: Mark.of(state[name]) for name in here}
+        parameters = {n: state[n] for n in here if isinstance(state[n], nn.Parameter)}
+        self._given = {name: Mark.of(parameter) for name, parameter in parameters.items()}
 
     def bring(self, backend: Backend, held: Names, state: Mapping[str, Tensor]) -> bool:
         """Fetch what ranks are about to read and have not trained; whether there was anything new
@@ -95,6 +96,8 @@ class Copies:
             for name in lacking[self._rank]:
                 del self._marks[name]
                 self._own.pop(name, None)
+                if name in self._given:
+                    self._given[name] = Mark.of(state[name])
         self._settled[id(held)] = held, self._behind
         if len(self._settled) > _KNOWN:
             del self._settled[next(iter(self._settled))]
@@ -103,7 +106,9 @@ class Copies:
     def _compare(self, backend: Backend, state: Mapping[str, Tensor]) -> None:
         """Learn whether optimizers are in use. Raises BatchError, on every rank, if one was another
         rank when the model was trained."""
-        in_use = any(not mark.same(state[name]) for name, mark in self._given.items())
+        written = any(not mark.same(state[name]) for name, mark in self._given.items())
+        # Who loads a state writes to the others too.
+        in_use = written and any(mark.same(state[name]) for name, mark in self._marks.items())
         mine = torch.tensor([len(self._behind), self._rank, in_use], device=backend.device.device)
         (found,) = backend.run(lambda rank, t: t.collect({(rank, 0): mine}, None)).values()
         said = {rank: numbers.tolist() for (rank, _), numbers in found.items()}
