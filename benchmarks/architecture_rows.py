@@ -56,6 +56,18 @@ class Row:
         return ""
 
 
+def wrong(rows: Sequence[Row]) -> list[Row]:
+    """The steps that are not as eager's, without those that miss float32's bar by rounding: in
+    float64 they are within theirs."""
+    exact = {(r.model, r.setting) for r in rows if r.dtype == "float64" and not r.wrong}
+
+    def rounded(row: Row) -> bool:
+        missed = bool(row.error or row.equal) or row.gradient > 10 * GRADIENT_BAR[row.dtype]
+        return not missed and (row.model, row.setting) in exact
+
+    return [row for row in rows if row.wrong and not rounded(row)]
+
+
 def rows_of(found: Trained) -> list[Row]:
     """One row for each step that was run."""
     return [
@@ -121,6 +133,7 @@ def line(rows: Sequence[Row]) -> str:
     double = [row for row in rows if row.dtype == "float64" and not row.error]
     done = [row for row in single if not row.error]
     first = done[0] if done else single[0]
+    bad = wrong(rows)
     ratio = f" ({first.capture / first.export:.1f} ×)" if first.export else ""
     cells = [
         first.model,
@@ -129,7 +142,7 @@ def line(rows: Sequence[Row]) -> str:
         "; ".join(dict.fromkeys(f"{row.stages}, {row.values}" for row in done)),
         str(first.nodes or ""),
         f"{first.capture:.1f}{ratio}, {first.compile:.1f} s" if first.nodes else "",
-        f"{sum(not row.wrong for row in single)} of {len(single)}",
+        f"{len(single) - sum(row in bad for row in single)} of {len(single)}",
         _largest(row.loss for row in done),
         _largest(row.gradient for row in done),
         _largest(row.rounding for row in done),
@@ -161,12 +174,12 @@ def _short(text: str) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """How many there are, and how many are right."""
     models = list(dict.fromkeys(row.model for row in rows))
-    wrong = {row.model for row in rows if row.wrong}
+    bad = wrong(rows)
     opaque = {row.model for row in rows if row.rung.startswith("3")}
     later = {row.model for row in rows if "3 (" in row.rung} - opaque
-    steps = sum(not row.wrong for row in rows)
+    steps, right = len(rows) - len(bad), len(models) - len({row.model for row in bad})
     return (
-        f"{len(models) - len(wrong)} of {len(models)} models and {steps} of {len(rows)} steps as "
+        f"{right} of {len(models)} models and {steps} of {len(rows)} steps as "
         f"eager; {len(models) - len(opaque)} examples without an opaque stage; {len(later)} get "
         "one when sizes differ in every microbatch"
     )

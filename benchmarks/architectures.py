@@ -1,6 +1,6 @@
 """Thirty-one public multimodal architectures, trained for a step and compared with eager.
 
-    python -m benchmarks.architectures [--names llava,whisper] [--double] [--csv FILE]
+    python -m benchmarks.architectures [--names llava,whisper] [--double] [--csv FILE [--table]]
                                        [--steps "nested/1f1b on 2; nested/1f1b on 2 over gloo"]
 
 Tiny random models of transformers and diffusers (`benchmarks/zoo`), whose microbatches differ in
@@ -23,7 +23,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.architecture_rows import Row, line, markdown, merged, read, rows_of, summary, write
+from benchmarks.architecture_rows import (
+    Row,
+    line,
+    markdown,
+    merged,
+    read,
+    rows_of,
+    summary,
+    write,
+    wrong,
+)
 from benchmarks.training import Run, Setting, Trained, said, train
 from benchmarks.zoo import ALL
 
@@ -53,7 +63,8 @@ def main() -> int:
     path = Path(given.csv) if given.csv else None
     known = read(path) if path else []
     rows: list[Row] = []
-    for name in given.names.split(",") if given.names else ALL:
+    names = [] if given.table else given.names.split(",") if given.names else list(ALL)
+    for name in names:
         done = {
             row.setting for row in known if row.key[:2] == (name, given.dtype) and not row.wrong
         }
@@ -64,9 +75,9 @@ def main() -> int:
         if left and path:
             write(path, merged(read(path), rows, list(ALL)))
     rows = merged(known, rows, list(ALL))
-    wrong = [f"{row.model} ({row.dtype}): {row.setting}: {row.wrong}" for row in rows if row.wrong]
-    print("\n".join(["", *markdown(rows), "", *wrong, summary(rows)]))
-    return int(bool(wrong))
+    bad = [f"{row.model} ({row.dtype}): {row.setting}: {row.wrong}" for row in wrong(rows)]
+    print("\n".join(["", *markdown(rows), "", *bad, summary(rows)]))
+    return int(bool(bad))
 
 
 def arguments() -> argparse.Namespace:
@@ -77,6 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--double", action="store_const", const="float64", dest="dtype")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for a model")
     parser.add_argument("--csv", metavar="FILE", help="a line for each step; what it has is kept")
+    parser.add_argument("--table", action="store_true", help="run nothing, show what FILE holds")
     parser.add_argument("--one", metavar="NAME", help="this one, here, as JSON")
     parser.set_defaults(dtype="float32")
     return parser.parse_args()
