@@ -16,6 +16,7 @@ from torch import Tensor
 from fxpipe.capture import Captured
 from fxpipe.chance import Draw
 from fxpipe.cut import Kind, Seam
+from fxpipe.dry import with_own
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
 from fxpipe.solving import solved
@@ -257,9 +258,9 @@ class Bound:
         return list(self._tensors.values())
 
     @property
-    def draws(self) -> tuple[Draw, ...]:
+    def draws(self) -> Sequence[Draw]:
         """The operators of the model that draw random numbers, in eager's order."""
-        return self.captured.draws
+        return with_own(self.captured.prefix, self.captured.draws, self.tensors)
 
     def fields(self, stages: Collection[str]) -> frozenset[str]:
         """Placeholders of what these stages read of the microbatch."""

@@ -45,7 +45,8 @@ class Draw:
 
     placeholder: where the graph takes the state; apart: how much it draws depends on data, so it
     has a generator of its own, for whose seed it draws one number. On the device PYTHON, target is
-    called with the tensors of the microbatch, and draws as the model's code does.
+    called with the tensors of the microbatch, and draws as the model's code does. Without a target
+    nothing is drawn: the state is for code whose operators come next.
     """
 
     placeholder: str
@@ -250,6 +251,7 @@ class Stream:
             self._states[key] = state_of(device)
         if device is None:
             draw.target(walk.tensors)
+        if device is None or draw.target is None:
             return
 
         def made(value: Any) -> Any:

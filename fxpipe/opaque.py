@@ -16,16 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.boundary import plain_attributes, put_back, undone
-from fxpipe.concrete import Concrete, NeedsValuesError
-from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError
 from fxpipe.history import Kept, behind
-from fxpipe.inputs import contents, rebuild
+from fxpipe.inputs import rebuild
 from fxpipe.prefix import Reached, run_until
 from fxpipe.prefix_chance import drawing, generators
-from fxpipe.python_chance import python_left_alone
 from fxpipe.state import named_state
-from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
 from fxpipe.trees import take_apart
 
 # Structure of the boundary's arguments, plain values among them, choices made before.
@@ -90,54 +86,6 @@ class Prefix:
                 "paths differ different arguments, so that each gets a graph of its own"
             )
         return crossing
-
-    def draw(self, leaves: Sequence[Tensor]) -> None:
-        """Draw from Python's generators what `run` would draw."""
-        try:
-            self._without_floats(leaves)
-        except (NeedsValuesError, *DATA_ERRORS) as error:
-            raise BatchError(
-                f"before module {self.boundary} random or numpy.random is drawn from, and values "
-                f"of floats are read ({error}), so that no other rank can tell how much is drawn. "
-                "Draw with torch, or outside of the model"
-            ) from error
-
-    def shapes(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """The shapes of what would cross, as every rank alike finds them: from integers' values and
-        the shapes of all else; where code reads floats, by the sizes that were equal when it was
-        traced. F compares them with what it makes."""
-        key = (id(self), *((t.shape, b"" if differentiable(t) else contents(t)) for t in leaves))
-        if key not in _SHAPES:
-            while len(_SHAPES) >= _REMEMBERED:
-                del _SHAPES[next(iter(_SHAPES))]
-            try:
-                with python_left_alone():
-                    _SHAPES[key] = self._without_floats(leaves)
-            except (NeedsValuesError, *DATA_ERRORS):
-                _SHAPES[key] = [tuple(size(leaves) for size in sizes) for sizes in self.sizes]
-        return _SHAPES[key]
-
-    def _without_floats(self, leaves: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        mode = new_fake_mode()
-        tensors = named_state(self.model, ties=False)
-        state = {name: fake_like(mode, tensor) for name, tensor in tensors}
-        fakes = [fake_like(mode, leaf) for leaf in leaves]
-        real = {number: leaf for number, leaf in enumerate(leaves) if not differentiable(leaf)}
-        concrete = Concrete(fakes, real, state.values())
-        given = concrete.leaves(fakes)
-        args, kwargs = rebuild(given, *self.rebuilt)
-        before = plain_attributes(self.model, self.attributes)
-        try:
-            with torch.no_grad(), mode, concrete:
-                reached = run_until(self.model, self.boundary, args, kwargs, state)
-        finally:
-            put_back(self.model, before)
-        return [tuple(value.shape) for value in taken_apart(reached, given)[2]]
-
-
-# Shapes by prefix, the shapes of its leaves and the values of its integers; the oldest go.
-_SHAPES: dict[object, list[tuple[int, ...]]] = {}
-_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,29 @@ values the microbatch has plays no part in it, so that it serves all of them.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxpipe.boundary import boundaries, record, undone
 from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks
 from fxpipe.chance import Draw, state_of
-from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.dry import draw_as_python
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
-from fxpipe.libraries import as_exported
 from fxpipe.opaque import Prefix, measured
 from fxpipe.prefix import Suffix
 from fxpipe.python_chance import PYTHON, python_state
 from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
 from fxpipe.torch_modes import fake_like
+from fxpipe.trial import try_out
 from fxpipe.wanted import Reader
 
 _CROSSING = "before the boundary"
@@ -58,9 +60,10 @@ def capture_opaque(
     for boundary in boundaries(recording):
         try:
             found = _cut_at(model, boundary, microbatch, reader, lines, train)
+            whole = _attached(*found)
             for other in (microbatch, *others):
-                _try_out(found[1], found[0], reader, other)
-            return _attached(*found)
+                try_out(whole, found[0], reader, other)
+            return whole
         except Exception as error:
             failures.append(f"at {boundary}: {' '.join(str(error).split())[:300]}")
     raise CaptureError(
@@ -95,41 +98,6 @@ def _cut_at(
     traced = Traced(program, {}, ())
     found = captured_of(model, traced, (names, fixed, structure), reader.returned, unknown)
     return (found if train else replace(found, trained=frozenset())), prefix
-
-
-def _try_out(prefix: Prefix, suffix: Captured, reader: Reader, microbatch: Microbatch) -> None:
-    """Compare with the model's own loss: a number that has come past the boundary would show."""
-    tensors, fixed, structure = flatten(microbatch)
-    if (structure, fixed) != prefix.rebuilt or not suffix.terms:
-        return
-    leaves = [tensor for _, tensor in tensors]
-    args, kwargs = rebuild(leaves, structure, fixed)
-    with torch.no_grad(), as_exported():
-        with undone(prefix.model):
-            wanted = reader(prefix.model(*args, **kwargs))[0]
-        with undone(prefix.model):
-            try:
-                crossing = prefix.run(leaves)
-            except BatchError:
-                return
-            found = _loss(suffix, prefix.model, [*leaves, *crossing])
-    if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
-        raise CaptureError(
-            f"the loss is {float(found):.6g} instead of {float(wanted):.6g} for another "
-            "microbatch: a number of the first one is used after the boundary"
-        )
-
-
-def _loss(suffix: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    state = {**dict(named_state(model)), **suffix.constants}
-    values = iter(inputs)
-    holders = [node for node in suffix.graph.graph.nodes if node.op == "placeholder"]
-    given = [
-        state[suffix.state[n.name]] if n.name in suffix.state else next(values) for n in holders
-    ]
-    ends = fx.Interpreter(suffix.graph).run(*given)
-    total: Tensor = sum(ends[: len(suffix.terms)], start=torch.zeros(()))
-    return total
 
 
 def opaque(leaves: Any, state: Any) -> Any:
@@ -188,14 +156,14 @@ def _more_state(
 
 
 def _drawing(graph: fx.Graph, prefix: Prefix, mode: Any) -> dict[fx.Node, Draw]:
-    """Inputs for the states of the generators that the prefix draws from. How much it draws from
-    torch's depends on what it reads, so it has one of its own."""
+    """Inputs for the states of the generators that the prefix draws from: of its own, unless it is
+    known what it draws from torch's for a microbatch (`dry.with_own`)."""
     made = {}
     for kind in prefix.draws:
         node = graph.placeholder(f"chance_{kind}")
         state = python_state() if kind == PYTHON else state_of(torch.device(kind))
         node.meta = {"val": fake_like(mode, state)}
-        made[node] = Draw(node.name, prefix.draw, (), {}, kind, apart=kind != PYTHON)
+        made[node] = Draw(node.name, partial(draw_as_python, prefix), (), {}, kind, kind != PYTHON)
     return made
 
 

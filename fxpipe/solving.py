@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.capture import Captured
+from fxpipe.dry import shapes
 from fxpipe.inputs import Leaf
 
 
@@ -38,8 +39,7 @@ def solved(
     """`solve`, with the sizes of what an opaque stage makes where they do not follow from it."""
     if captured.prefix is None or not decides(captured):
         return solve(captured.leaves, tensors)
-    shapes = captured.prefix.shapes(tensors)
-    made = [torch.empty(shape, device="meta") for shape in shapes]
+    made = [torch.empty(s, device="meta") for s in shapes(captured.prefix, tensors)]
     return solve((*captured.leaves, *captured.crossing), (*tensors, *made))
 
 

@@ -46,6 +46,7 @@ EXPORT = (
     "history",
     "prefix_chance",
     "opaque",
+    "dry",
 )
 CAPTURE = (
     "torch_internals",
@@ -62,6 +63,8 @@ CAPTURE = (
     *STATE,
     *EXPORT,
     "capture",
+    "solving",
+    "trial",
     "rungs",
 )
 WRITES = ("passes.running_statistics", "passes.draws", "passes.buffer_updates")
@@ -70,7 +73,6 @@ STAGES = (
     "split",
     "bundles",
     "forwarding",
-    "solving",
     "bind",
     "lower",
     "roofline",
