@@ -36,7 +36,7 @@ class Noisy(nn.Module):
         self.decoder = Decoder()
 
     def forward(self, x: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
-        for count in [count for count in counts.tolist() for _ in range(count % 3)]:
+        for count in [n for n in counts.tolist() for _ in range(n % 3)]:
             x = F.dropout(self.encoder(x).tanh(), 0.3)
             x = x + torch.randn(count, 4, dtype=x.dtype).sum(0) * torch.rand_like(x.t()).t()
         return self.decoder(self.embed(ids) + x.mean(0))
