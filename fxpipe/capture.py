@@ -22,7 +22,7 @@ from fxpipe.chance import Draw, placed
 from fxpipe.dataflow import arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
 from fxpipe.errors import CaptureError
-from fxpipe.exporting import Traced, WithLoss, check_call, export
+from fxpipe.exporting import DERIVATIVES, Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
@@ -37,7 +37,7 @@ from fxpipe.passes.off_meta import off_meta
 from fxpipe.passes.running_statistics import check_norms, running_statistics
 from fxpipe.state import canonical_names
 from fxpipe.torch_chance import trusting_distributions
-from fxpipe.torch_internals import expression
+from fxpipe.torch_internals import expression, is_wrapped
 from fxpipe.updates import Updates
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
@@ -212,6 +212,8 @@ def _labels(
         own = str(spec.target).removeprefix(PREFIX)
         if own not in canonical:
             constant = exported.constants[str(spec.target)]
+            if is_wrapped(constant):
+                raise CaptureError(f"a tensor is made by a transform of forward. {DERIVATIVES}")
             own = f"{own}#{_digest(constant)}"
             constants[own] = constant
         labels.append((canonical.get(own, own), True))

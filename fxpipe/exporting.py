@@ -27,6 +27,11 @@ from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
 Policy = Callable[[Tensor], dict[int, Any]]
+DERIVATIVES = (
+    "A derivative that forward itself takes (torch.func.grad, torch.func.vjp, torch.autograd.grad) "
+    "cannot be part of a graph: write it as operators, or put it into the forward of a custom "
+    "autograd.Function; torch.func.jvp and vmap are followed"
+)
 _SIZES = "the backward, whose operators depend on sizes that follow from them"
 
 
@@ -101,6 +106,10 @@ def _write_back(model: nn.Module, name: str, old: Tensor | None, new: Tensor | N
 
 def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+# How torch fails where a transform hides a tensor from the trace.
+_OF_DERIVATIVES = ("functorch tensor", "has no attribute 'constant'", "program constant's list")
 
 
 def export(
@@ -246,8 +255,17 @@ def _advice(model: nn.Module, error: Exception) -> str:
     )
     if isinstance(error, (DataDependentError, NeedsValuesError)):
         return reads
+    found = str(error)
+    if any(words in found for words in _OF_DERIVATIVES):
+        return DERIVATIVES
+    if "igher order operator" in found:
+        return (
+            "torch.cond, torch.while_loop and their like cannot be part of a graph here: compute "
+            "both results and choose with torch.where, unroll the loop, or decide outside of "
+            "forward and pass a plain argument"
+        )
     kinds = sorted({str(p.dtype) for p in model.parameters()})
-    if "dtype" in str(error):
+    if "dtype" in found:
         return (
             f"The model's parameters are of {' and '.join(kinds)}: give it float inputs of that "
             "dtype, or convert the model with model.to(dtype)"

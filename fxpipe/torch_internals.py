@@ -209,6 +209,11 @@ def is_mapped() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform (torch.func) or to a trace, and has no values."""
+    return is_fake(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 @contextmanager
 def quiet_failure() -> Iterator[None]:
     """torch.export writes neither the whole graph to stderr when it fails, nor which sizes it has

@@ -146,9 +146,37 @@ def hooked(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
+def energy(layer: Layer, y: Tensor) -> Tensor:
+    return layer.up(y).tanh().square().sum()
+
+
+def derived(layer: Layer, x: Tensor) -> Tensor:
+    return x + torch.func.grad(lambda y: energy(layer, y))(x)
+
+
+def derived_in_rows(layer: Layer, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(torch.func.grad(lambda y: energy(layer, y)))(x)
+
+
+def derived_by_autograd(layer: Layer, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x if x.requires_grad else x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(energy(layer, y), y, create_graph=True)
+    return x + found
+
+
+def chosen(layer: Layer, x: Tensor) -> Tensor:
+    made: Tensor = torch.cond(x.sum() > 0, layer.up, layer.down, (x,))
+    return made
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
+        (derived, "torch.func.grad"),
+        (derived_in_rows, "torch.func.grad"),
+        (derived_by_autograd, "torch.autograd.grad"),
+        (chosen, "choose with torch.where"),
         (scaled_in_place, "under no_grad it changes"),
         (hooked, "register_hook"),
     ],
