@@ -117,13 +117,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small workload, in a minute")
     parser.add_argument("--effort", type=float, default=0.3, help="of each search")
-    parser.add_argument("--unit", type=float, default=50.0, help="ms of the shortest backbone op")
+    parser.add_argument("--unit", type=float, help="ms of the shortest op; 50, or 15 with --quick")
     parser.add_argument("--rounds", type=int, help="of emulated steps; 3, or 1 with --quick")
     parser.add_argument(
         "--fraction", type=float, default=1 / 64, help="of the transfers' bytes that travel"
     )
     parser.add_argument("--plots", metavar="FOLDER", help="the sweep; needs matplotlib")
     given = parser.parse_args()
+    given.unit = given.unit or (15.0 if given.quick else 50.0)
     given.rounds = given.rounds or (1 if given.quick else 3)
     return given
 

@@ -36,8 +36,9 @@ def main() -> int:
     given = _options()
     workloads = [x for x in WORKLOADS if not given.names or x.name in given.names.split(",")]
     workloads = workloads[2:3] if given.quick and not given.names else workloads
-    marks = dict(_marks(workloads, given.effort, drawn=not given.quick))
-    for name, rows in marks.items():
+    marks: Marks = {}
+    for name, rows in _marks(workloads, given.effort, drawn=not given.quick):
+        marks[name] = rows
         print("\n".join(["", *lines(name, rows)]), flush=True)
     print("\n".join(["", *published(marks.values()), "", *notes(workloads)]), flush=True)
     found = [_gains(marks)]
