@@ -22,6 +22,7 @@ from fxpipe.table import Table
 _GLANCE = 0.02  # effort of a choice that is only looked at
 _BASE = 0.3  # effort of the best base, where an order that is searched for is there
 _CLOSE = 1.05  # a base that is so much slower at a glance is not looked at again
+_FINALISTS = 4  # bases that are looked at again
 _LOOK = 100_000  # ops that may be placed at a glance, for each number of chunks
 _FEWEST = 2  # choices that are looked at, whatever it takes
 _FURTHER = 2  # how much more is looked at where nothing fits
@@ -224,14 +225,37 @@ class _Search:
         based = next((tried for tried in fitting if tried.choice.base != AUTO), None)
         if free is None or based is None:
             return [self.harder(tried, self.effort) for tried in fitting[:1]]
-        final = [based]
-        ops = sum(map(len, free.table.rows))
-        if ops < _LARGE or free.point.seconds <= _CLOSE * based.point.seconds:
+        final = []
+        if not self.large(free) or free.point.seconds <= _CLOSE * based.point.seconds:
             final.append(self.harder(free, self.effort))
-        best = min(tried.point.seconds for tried in final)
-        if based.point.seconds <= _CLOSE * best:
-            final[0] = self.harder(based, _BASE * self.effort)
-        return final
+        best = min(tried.point.seconds for tried in (based, *final))
+        bases = self.close(fitting, _CLOSE * best)
+        final += [self.harder(self.widened(tried), _BASE * self.effort) for tried in bases]
+        return final if bases else [based, *final]
+
+    def close(self, fitting: Sequence[_Tried], limit: float) -> list[_Tried]:
+        """The best of each base that is as quick: at a glance they are hard to tell apart. With
+        little effort, or large tables, the best one alone."""
+        found: dict[str, _Tried] = {}
+        for tried in fitting:
+            if tried.choice.base != AUTO and tried.point.seconds <= limit:
+                found.setdefault(tried.choice.base, tried)
+        few = self.effort < _BASE or any(map(self.large, found.values()))
+        return list(found.values())[: 1 if few else _FINALISTS]
+
+    def widened(self, tried: _Tried) -> _Tried:
+        """With the window that `nest` finds worth while, if that is quicker and fits."""
+        choice, option, *_ = tried
+        known = choice.window is None or "modality" in self.live
+        if known or self.effort < _BASE or self.large(tried):
+            return tried
+        found = self.attempt(choice._replace(window=None), option, _GLANCE)
+        return min(tried, found, key=_rank) if found and found.point.fits else tried
+
+    @staticmethod
+    def large(tried: _Tried) -> bool:
+        """Whether its table has so many ops that effort does little."""
+        return sum(map(len, tried.table.rows)) >= _LARGE
 
     def harder(self, tried: _Tried, effort: float) -> _Tried:
         """The same choice with more effort, if that finds a better table."""
