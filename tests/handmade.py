@@ -150,6 +150,7 @@ class Microbatch:
 
     updates = None
     draws = ()
+    tensors = ()
     size = None
 
     returns = False
