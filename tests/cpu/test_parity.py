@@ -23,8 +23,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
-@pytest.mark.parametrize("name", models.CASES)
+WIDE, NARROW = torch.float64, torch.float32
+LARGE = [pytest.param(name, NARROW, marks=pytest.mark.slow) for name in ("llava", "internvl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, WIDE) for name in models.CASES), ("three", NARROW), *LARGE]
+)
 def test_equals_eager(name: str, dtype: torch.dtype) -> None:
     case = models.CASES[name]
     model, reference = case.build(dtype), case.build(dtype)

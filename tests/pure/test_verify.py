@@ -307,7 +307,7 @@ def test_a_damaged_text_is_refused_or_sound(data: st.DataObject) -> None:
     simulate(table)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), shapes(), st.integers(1, 4), st.integers(1, 8))
 def test_transfers_are_placed_where_ops_take_no_time(
     data: st.DataObject, shape: Shape, ranks: int, mbs: int
@@ -319,7 +319,7 @@ def test_transfers_are_placed_where_ops_take_no_time(
     verify(passes.run(derive(cut, mbs), [partial(passes.communicate, costs=Costs(seconds))]), MOVES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), shapes())
 def test_a_damaged_table_is_refused_or_runs(data: st.DataObject, shape: Shape) -> None:
     """Whatever is taken out, doubled or moved: an error of ours, or a table that simulates."""
