@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from benchmarks.emulated import Chain
 
 RANKS, WIDTH, BAR = 4, 1 << 20, 0.2
-COUNTS, FEW = (8, 16, 32), (8, 16)
+COUNTS, FEW = (8, 16, 32), (8, 32)
 RUNNERS = ("fxpipe nested/1f1b", "fxpipe nested/interleaved", "torch 1F1B", "torch interleaved")
 
 

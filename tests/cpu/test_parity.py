@@ -1,7 +1,6 @@
 """A local run equals eager: the loss and every gradient, for every schedule."""
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def test_equals_eager(name: str, dtype: torch.dtype) -> None:
     wide = dtype is torch.float64
     pipe: fxpipe.Pipe | None = None
     # Uneven microbatches add variants, so equal ones run first and are traced once.
-    for uneven, ranks in product((False, True), (1, 2, 4) if wide else (2, 4)):
+    for uneven, ranks in ((False, 1), (False, 4), (True, 2), (True, 4)):
         batch = case.batch(uneven, dtype)
         reference.zero_grad()
         loss = models.eager(case, reference, batch)
