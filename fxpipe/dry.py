@@ -40,24 +40,23 @@ class Dry:
     drawn: tuple[Draw, ...] | None
 
 
-# By prefix, the shapes of its leaves and the values of its integers; the oldest go.
-_KNOWN: dict[object, Dry | None] = {}
-_REMEMBERED = 4096
+_REMEMBERED = 256  # microbatches of a prefix
 
 
 def dry_run(prefix: Prefix, leaves: Sequence[Tensor]) -> Dry | None:
     """What the code does, as every rank alike finds it: from integers' values and the shapes of all
     else. None where it reads floats."""
-    key = (id(prefix), *((t.shape, b"" if differentiable(t) else contents(t)) for t in leaves))
-    if key not in _KNOWN:
-        while len(_KNOWN) >= _REMEMBERED:
-            del _KNOWN[next(iter(_KNOWN))]
+    known: dict[object, Dry | None] = prefix.dry
+    key = tuple((t.shape, b"" if differentiable(t) else contents(t)) for t in leaves)
+    if key not in known:
+        if len(known) == _REMEMBERED:
+            del known[next(iter(known))]
         try:
             with python_left_alone():
-                _KNOWN[key] = _without_floats(prefix, leaves)
+                known[key] = _without_floats(prefix, leaves)
         except (NeedsValuesError, *DATA_ERRORS):
-            _KNOWN[key] = None
-    return _KNOWN[key]
+            known[key] = None
+    return known[key]
 
 
 def shapes(prefix: Prefix, leaves: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:

@@ -7,7 +7,7 @@ It differs from a stage that is a graph only in what its nodes call. F keeps the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Prefix:
     the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
     one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
     behind it; attributes: those of modules that it sets; lines: where it reads values; draws: the
-    kinds of generators that it draws from
+    kinds of generators that it draws from; dry: what it was found to do with others (`fxpipe.dry`)
     """
 
     model: nn.Module
@@ -65,6 +65,7 @@ class Prefix:
     bytes: int
     draws: tuple[str, ...]
     train: bool
+    dry: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def trained(self) -> frozenset[str]:
