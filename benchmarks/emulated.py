@@ -110,7 +110,7 @@ class Block(nn.Module):
         self.w = nn.Parameter(torch.rand(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = work(x, 1.0, 1.0) + weight(self.w, x, 1.0)
+        y: Tensor = work(x, 1.0, 1.0) + weight(self.w, x.detach(), 1.0)
         return y
 
 

@@ -1,10 +1,11 @@
 """What a step costs over the ideal: a bare hand-written loop, fxpipe, torch.distributed.pipelining.
 
     python -m benchmarks.overhead [--ranks 4] [--microbatches 8] [--schedule 1f1b] [--json FILE]
+    python -m benchmarks.overhead --schedule interleaved        # or zb-v, gpipe
 
 Processes over gloo on one machine, ops that sleep; the runners take turns in one run. The excess
-is the median step minus the ideal of the runner's own order of ops (torch's backward is one op,
-whose gradient leaves at its end; the other two send it before the weight gradient).
+is the median step minus the ideal of the runner's own order of ops (but in zb-v, torch's backward
+is one op, whose gradient leaves at its end; the others send it before the weight gradient).
 Exit code 1 when fxpipe's excess is more than 1.25 x the bare loop's or 0.75 x torch's.
 """
 
@@ -22,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch.multiprocessing as mp
 
 from benchmarks.measure import worker
-from benchmarks.runners import RUNNERS, Setting
+from benchmarks.runners import RUNNERS, TORCH, Setting
 
 BARS = {"bare": 1.25, "torch": 0.75}
 _SECONDS = 25.0  # of steps per runner and length of op, unless --rounds says otherwise
@@ -31,7 +32,8 @@ _SECONDS = 25.0  # of steps per runner and length of op, unless --rounds says ot
 def main() -> int:
     """The command line."""
     given = arguments()
-    setting = Setting(given.schedule, given.ranks, given.microbatches, given.rows, given.width)
+    count = given.microbatches or 2 * given.ranks
+    setting = Setting(given.schedule, given.ranks, count, given.rows, given.width)
     units = {
         ms / 1e3: (given.rounds or _rounds(setting, ms / 1e3, given.steps), given.steps)
         for ms in given.ms
@@ -54,9 +56,9 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
+    parser.add_argument("--schedule", choices=tuple(TORCH), default="1f1b")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, help="default: 2 per rank")
     parser.add_argument("--ms", type=float, nargs="+", default=[10.0, 50.0], help="per op")
     parser.add_argument("--rows", type=int, default=4, help="rows of a microbatch")
     parser.add_argument("--width", type=int, default=256, help="floats per row")
@@ -68,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _rounds(setting: Setting, unit: float, steps: int) -> int:
-    step = 3 * (setting.microbatches + setting.ranks - 1) * unit
+    step = 3 * setting.chunks * (setting.microbatches + setting.ranks - 1) * unit
     return 6 * max(1, round(_SECONDS / (steps * step) / 6))  # every order equally often
 
 
@@ -131,7 +133,7 @@ def _compare(
         "unit": 1e3 * ours["unit"],
         "against": theirs["runner"],
         "ratio": ratio,
-        "quartiles": statistics.quantiles(rounds, n=4)[::2],
+        "quartiles": statistics.quantiles(rounds * (1 + (len(rounds) == 1)), n=4)[::2],
         "bar": bar,
         "reached": ratio <= bar,
     }
