@@ -20,16 +20,21 @@ def counterpart(node: fx.Node) -> Callable[..., Any]:
     # `x |= y` is `__ior__`, and its counterpart `__or__`.
     name = f"__{own[3:]}" if own.startswith("__i") else own.removesuffix("_")
     packet = getattr(aten, name, None) if called.namespace == "aten" else None
-    kept = [a.name for a in called._schema.arguments if not a.is_out]
-    candidates = [getattr(packet, called._overloadname, None)] if packet else []
-    if len(kept) < len(called._schema.arguments):
-        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-        candidates = [o for o in overloads if [a.name for a in o._schema.arguments] == kept]
-    found = [o for o in candidates if o is not None and not o._schema.is_mutable]
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    kinds = _kinds(called)
+    candidates = [overload for overload in overloads if _kinds(overload) == kinds]
+    candidates.sort(key=lambda overload: overload._overloadname != called._overloadname)
+    found = [o for o in candidates if not o._schema.is_mutable]
     if not found or name in ("resize", "set"):
         raise CaptureError(refusal(node, "it has no counterpart that makes a new tensor"))
     overload: Callable[..., Any] = found[0]
     return overload
+
+
+def _kinds(called: Any) -> list[str]:
+    """What an operator takes. Overloads of one name may differ in it: `pow_.Scalar` takes a tensor
+    and a number, `pow.Scalar` a number and a tensor."""
+    return [str(a.real_type) for a in called._schema.arguments if not a.is_out]
 
 
 def written_by(node: fx.Node) -> Any:
@@ -74,7 +79,7 @@ def itself(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
 
 
 def _swapped(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
-    return function(view), (value, *_rest(view, read))
+    return counterpart(view), (value, *_rest(view, read))
 
 
 def _permuted(view: fx.Node, base: fx.Node, value: fx.Node, read: Reader) -> Call:
@@ -193,6 +198,10 @@ SCATTER: Mapping[Any, Callable[..., Call | None]] = {
             aten.swapaxes.default,
             aten.swapdims.default,
             aten.mT.default,
+            aten.transpose_.default,
+            aten.t_.default,
+            aten.swapaxes_.default,
+            aten.swapdims_.default,
         ],
         _swapped,
     ),

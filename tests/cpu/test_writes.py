@@ -68,6 +68,17 @@ def several(x: Tensor, y: Tensor) -> Tensor:
     return x * value.sum(-1, keepdim=True) * value[..., :1] + index.sum(-1, keepdim=True)
 
 
+def overloads(x: Tensor, y: Tensor) -> Tensor:
+    """In-place operators whose overloads are called otherwise than those of their counterparts."""
+    z = (y * y + 1).pow_(2).pow_(x.sigmoid()) * 1
+    torch.pow(z.detach(), 0.5, out=torch.empty_like(z)).floor_divide_(z.detach())
+    z.transpose_(1, 2)
+    z[:, 0].add_(1)
+    z.transpose_(1, 2)
+    z.swapaxes_(0, 1)[0].mul_(2)
+    return z.swapaxes_(0, 1) + x
+
+
 class Model(nn.Module):
     def __init__(self, bodies: list[Body]) -> None:
         super().__init__()
@@ -82,7 +93,9 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("bodies", [[masks, moved, outputs], [taken_apart, parts, several]])
+@pytest.mark.parametrize(
+    "bodies", [[masks, moved, outputs], [taken_apart, parts, several, overloads]]
+)
 def test_values(bodies: list[Body]) -> None:
     torch.manual_seed(0)
     model = Model(bodies).double()
