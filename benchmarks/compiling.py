@@ -114,16 +114,16 @@ class Loss(nn.Module):
         return loss
 
 
-def llava(layers: int, encoder: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model without memory, and a microbatch."""
+def llava(layers: int, encoder: int, **text: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model without memory, and a microbatch. text: sizes of the decoder."""
     import transformers as t
 
     vision = t.CLIPVisionConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=encoder, image_size=64
     )
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    text = t.LlamaConfig(num_hidden_layers=layers, vocab_size=IMAGE + 1, **heads)
-    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8} | text
+    decoder = t.LlamaConfig(num_hidden_layers=layers, vocab_size=IMAGE + 1, **sizes)
+    config = t.LlavaConfig(vision_config=vision, text_config=decoder, image_token_id=IMAGE)
     with torch.device("meta"):
         model = t.LlavaForConditionalGeneration(config)
         ids = torch.zeros(2, 16, dtype=torch.int64)

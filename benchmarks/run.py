@@ -20,6 +20,8 @@ SUITE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "headroom": (("--quick",), ()),
     "memory": ((), ()),
     "memory_growth": (("--quick",), ()),
+    "loss_parity": (("--quick",), ()),
+    "scale": (("--quick",), ()),
     "sweep": (("--quick",), ()),
     "overhead": (("--ms", "10", "--rounds", "1"), ()),
 }
