@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fxpipe.chance import Draw, placed
-from fxpipe.dataflow import arguments
+from fxpipe.dataflow import CUTS_GRADIENT, arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
 from fxpipe.errors import CaptureError
 from fxpipe.exporting import DERIVATIVES, Traced, WithLoss, check_call, export
@@ -30,7 +30,7 @@ from fxpipe.opaque import Prefix
 from fxpipe.passes.buffer_updates import buffer_updates, changed_state, returning
 from fxpipe.passes.draws import draws
 from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.inline_no_grad import inline_no_grad
+from fxpipe.passes.inline_no_grad import NO_GRAD, inline_no_grad
 from fxpipe.passes.inline_vmap import inline_vmap
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
@@ -124,6 +124,8 @@ def capture(
     CaptureError naming the module, the source line and the construct.
     """
     check_norms(model)
+    if train:
+        _check_loss(model, loss_fn)
     tensors, fixed, structure = flatten(microbatch)
     check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
@@ -134,7 +136,38 @@ def capture(
         leaves = apart([tensor for _, tensor in tensors])
         exported = settled(model, whole.moved, lambda: export(whole, leaves, held))
     found = captured_of(model, exported, (names, fixed, structure), reader.returned)
-    return found if train else replace(found, trained=frozenset())
+    if not train:
+        return replace(found, trained=frozenset())
+    refuse_outside(found)
+    return found
+
+
+def _check_loss(model: nn.Module, loss_fn: object) -> None:
+    """Raises CaptureError if a loss that is a module trains parameters which the model has not."""
+    own = set(map(id, model.parameters()))
+    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
+        if parameter.requires_grad and id(parameter) not in own:
+            raise CaptureError(
+                f"loss_fn's parameter {name} requires a gradient and is no parameter of the model: "
+                "it would get none. Make loss_fn a part of the model, which then returns its loss"
+            )
+
+
+def refuse_outside(captured: Captured) -> None:
+    """Raises CaptureError if forward reads a tensor that wants a gradient and is no parameter of
+    the model: nobody would write it."""
+    for holder in captured.graph.graph.nodes:
+        constant = captured.constants.get(captured.state.get(holder.name, ""))
+        if constant is None or not constant.requires_grad:
+            continue
+        for node in holder.users:
+            if node.target not in CUTS_GRADIENT and NO_GRAD not in node.meta:
+                raise CaptureError(
+                    f"{holder.name}, of shape {tuple(constant.shape)}, requires a gradient and is "
+                    f"no parameter of the model, but {node.name} reads it: it would get none. Make "
+                    "it a parameter of the model (also where loss_fn has it: let the model compute "
+                    "its loss), or read it as x.detach()"
+                )
 
 
 def refuse_hooks(seen: Sequence[str]) -> None:

@@ -25,6 +25,10 @@ class StageError(FxpipeError):
     """A region cannot be cut into the number of stages asked for."""
 
 
+class UnknownCrossingError(StageError):
+    """A value crosses from stage to stage, and its size follows from data that are not traced."""
+
+
 class BatchError(FxpipeError):
     """A batch or a microbatch does not fit what was captured, or cannot be split."""
 

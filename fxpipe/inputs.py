@@ -115,6 +115,17 @@ class Ask(NamedTuple):
         return Ask(microbatch, plain, (structure, shapes, others, values))
 
 
+def refuse_gradients(asks: Sequence[Ask], what: Sequence[str]) -> None:
+    """Raises BatchError if a tensor wants a gradient, which only parameters get."""
+    for ask, which in zip(asks, what, strict=True):
+        if any(tensor.requires_grad for tensor in ask.tensors):
+            name = next(name for name, t in flatten(ask.microbatch)[0] if t.requires_grad)
+            raise BatchError(
+                f"{which}: {name} requires a gradient, and a step gives one to parameters alone: "
+                "pass it as x.detach(), or let the model compute it"
+            )
+
+
 def rebuild(
     tensors: Sequence[Tensor], structure: Any, fixed: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,6 +7,7 @@ looks at is the one that it was, and that is compared in a few passes over flat 
 """
 
 import enum
+import functools
 import types
 from collections.abc import Iterable
 from itertools import chain
@@ -31,16 +32,16 @@ _DEPTH = 6  # of containers and configurations in one another
 class Watch:
     """The mode of a model, looked up again only where something is not what it was."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"compile takes an nn.Module first; found {type(model).__name__}")
-        self._model = model
+        self._model, self._loss_fn = model, loss_fn
         self._seen: _Seen | None = None
 
     def mode(self) -> Mode:
         """The mode now: compare it with an earlier one."""
         if self._seen is None or not self._seen.unchanged():
-            self._seen = _Seen(self._model)
+            self._seen = _Seen(self._model, self._loss_fn)
         return self._seen.mode
 
 
@@ -48,19 +49,23 @@ class _Seen:
     """Everything that a mode depends on, and the mode.
 
     Plain attributes of every module (`training` is one), containers of such, and objects that hold
-    nothing else, such as a configuration; which modules, hooks and shared tensors there are; and
-    the kind of every parameter and buffer. Other objects are not looked into.
+    nothing else, such as a configuration; the same of the function that makes the loss; which
+    modules, hooks and shared tensors there are; and the kind of every parameter and buffer. Other
+    objects are not looked into.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object) -> None:
         self._dicts: list[dict[Any, Any]] = []
         self._others: list[Iterable[Any]] = []
         self._empty: list[object] = []
         self._tensors: list[Tensor] = []
+        self._cells: list[types.CellType] = []
         self._known: dict[int, object] = {}
-        entries = [(name, *self._module(module)) for name, module in model.named_modules()]
-        self._known.clear()  # ids are good for as long as nothing has changed
         self._state = [*model.parameters(), *model.buffers()]
+        self._own = set(map(id, self._state))
+        entries = [(name, *self._module(module)) for name, module in model.named_modules()]
+        entries.append(("loss_fn", *self._loss(loss_fn)))
+        self._known.clear()  # ids are good for as long as nothing has changed
         self._sizes = list(map(len, self._dicts))
         self._values = self._now()
         self._versions = list(map(written, self._tensors))
@@ -83,7 +88,8 @@ class _Seen:
 
     def _now(self) -> list[object]:
         inside = chain.from_iterable(map(dict.values, self._dicts))
-        return [*inside, *chain.from_iterable(self._others)]
+        cells = map(_content, self._cells)
+        return [*inside, *chain.from_iterable(self._others), *cells]
 
     def _module(self, module: nn.Module) -> Iterable[object]:
         self._note(vars(module))
@@ -96,6 +102,25 @@ class _Seen:
             else:
                 self._note(value)  # no hooks, most of the time
 
+    def _loss(self, loss_fn: object) -> Iterable[object]:
+        """What the loss is made with; tensors of its own are constants of a graph."""
+        if not isinstance(loss_fn, nn.Module):
+            return [self._function(loss_fn)]
+        own = [self._value(t, 0) for t in (*loss_fn.parameters(), *loss_fn.buffers())]
+        return [*own, *(tuple(self._module(module)) for module in loss_fn.modules())]
+
+    def _function(self, function: object) -> object:
+        """A function that is no module: with what it is bound to, and what it encloses."""
+        if isinstance(function, types.MethodType):
+            return self._function(function.__func__), self._value(function.__self__, _DEPTH)
+        if isinstance(function, functools.partial):
+            given = self._value([*function.args, function.keywords], _DEPTH)
+            return self._function(function.func), given
+        cells = getattr(function, "__closure__", None) or ()
+        self._cells += cells
+        inside = [self._value(_content(cell), _DEPTH) for cell in cells]
+        return self._value(function, _DEPTH), *inside
+
     def _note(self, container: Any) -> None:
         """Notice from now on when another object is in a container."""
         if isinstance(container, dict):
@@ -107,6 +132,8 @@ class _Seen:
         """What compares equal as long as a value means the same to a trace."""
         if value is None or isinstance(value, _PLAIN):
             return type(value), repr(value) if isinstance(value, float) else value
+        if isinstance(value, Tensor) and id(value) in self._own:
+            return _Same(value)
         if isinstance(value, Tensor):
             self._tensors.append(value)
             return _Same(value), written(value)
@@ -133,6 +160,14 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self._value)
+
+
+def _content(cell: types.CellType) -> object:
+    """What a function encloses in a cell; one that nothing was put in has no content."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _inside(value: object) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.boundary import boundaries, record, undone
-from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks
+from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks, refuse_outside
 from fxpipe.chance import Draw, state_of
 from fxpipe.dry import draw_as_python
 from fxpipe.errors import CaptureError, FxpipeError
@@ -97,7 +97,10 @@ def _cut_at(
     names = [*(name for name, _ in tensors), *unknown]
     traced = Traced(program, {}, ())
     found = captured_of(model, traced, (names, fixed, structure), reader.returned, unknown)
-    return (found if train else replace(found, trained=frozenset())), prefix
+    if not train:
+        return replace(found, trained=frozenset()), prefix
+    refuse_outside(found)
+    return found, prefix
 
 
 def opaque(leaves: Any, state: Any) -> Any:

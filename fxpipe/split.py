@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxpipe.asides import place_asides
 from fxpipe.capture import Captured
 from fxpipe.dataflow import aside, calls, data_inputs, path
-from fxpipe.errors import StageError
+from fxpipe.errors import StageError, UnknownCrossingError
 from fxpipe.passes.stages import Staging
 from fxpipe.sizes import is_size, ratios_behind
 from fxpipe.torch_internals import expression, is_unbacked
@@ -129,7 +129,7 @@ def _check_crossing(node: fx.Node, maker: str, reader: str, order: Mapping[str, 
             "ones cross between stages: cross with x.to_dense()"
         )
     if any(map(is_unbacked, value.shape)):
-        raise StageError(
+        raise UnknownCrossingError(
             f"{where} crosses from stage {maker} to {reader} and its shape {list(value.shape)} "
             "depends on values that weights or activations decide: its reader cannot know the "
             "size. Keep both in one region with regions="

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from fxpipe.capture import Captured, capture, refuse_hooks
-from fxpipe.errors import CaptureError, ReadError, UnknownSizeError
+from fxpipe.errors import CaptureError, ReadError, UnknownCrossingError, UnknownSizeError
 from fxpipe.inputs import Leaf, Microbatch
 from fxpipe.mode import Mode
 from fxpipe.rungs import capture_opaque
@@ -60,11 +60,11 @@ class Tracer:
 
     def lowered(self, microbatch: Microbatch, lower: Callable[[Captured], T]) -> T:
         """What is made of a graph for a microbatch. Where a size that depends on data decides about
-        the backward, the graph holds the values that it follows from."""
+        the backward, or about what crosses, the graph holds the values that it follows from."""
         captured = self.trace(microbatch)
         try:
             return lower(captured)
-        except UnknownSizeError:
+        except (UnknownSizeError, UnknownCrossingError):
             behind = {leaf.name for leaf in captured.leaves if _decides(leaf, captured)}
             if not behind - self._hold:
                 raise

@@ -21,7 +21,7 @@ from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.holding import Holding
-from fxpipe.inputs import Ask, Microbatch
+from fxpipe.inputs import Ask, Microbatch, refuse_gradients
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
 from fxpipe.memory import Memory, fits
@@ -70,7 +70,7 @@ class Variants:
         self.graphs: list[Mapping[str, StageGraphs]] = []
         self.state: dict[str, Tensor] = {}
         self._model = model
-        self._watch = Watch(model)
+        self._watch = Watch(model, loss_fn)
         self._given = given
         self._forward = forward
         self._loss_fn = loss_fn
@@ -158,6 +158,8 @@ class Variants:
         """The variant of each; of new ones, that with the most arguments is traced first, since it
         shows the most regions. Variants that were not used for long are let go."""
         asks = self._asks(microbatches)
+        if self._forward is None:
+            refuse_gradients(asks, what)
         while missing := [i for i, ask in enumerate(asks) if ask.key not in self._fits]:
             for i in sorted(missing, key=lambda i: -len(asks[i].tensors)):
                 number = self._number(microbatches[i], what[i])

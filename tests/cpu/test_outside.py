@@ -1,0 +1,82 @@
+"""What a step reads and the model does not hold: followed, or refused, but never forgotten."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import BatchError, CaptureError
+
+X = torch.ones(3, 4)
+
+
+class Model(nn.Module):
+    def __init__(self, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x if self.scale is None else x * self.scale
+
+
+class Weighted(nn.Module):
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean() * self.factor
+
+
+class Plain:
+    factor = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.square().mean() * self.factor
+
+
+def squares(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def enclosed() -> tuple[Callable[[Tensor], Tensor], Callable[[], object]]:
+    kept = {"factor": 1.0}
+    return lambda x: x.square().mean() * kept["factor"], lambda: kept.update(factor=3.0)
+
+
+def changed() -> list[tuple[Callable[[Tensor], Tensor], Callable[[], object]]]:
+    module, plain = Weighted(), Plain()
+    return [
+        (module, lambda: module.factor.fill_(3)),
+        (plain, lambda: setattr(plain, "factor", 3.0)),
+        enclosed(),
+    ]
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_loss_that_changes_is_followed(case: int) -> None:
+    loss_fn, change = changed()[case]
+    pipe = fxpipe.compile(Model(), (X,), loss_fn=loss_fn, ranks=1, backend="local")
+    before = pipe.step([(X,)]).loss
+    assert float(pipe.step([(X,)]).loss / before) == 1
+    assert pipe.captures == 1
+    with torch.no_grad():
+        change()
+    assert float(pipe.step([(X,)]).loss / before) == pytest.approx(3)
+
+
+def test_tensors_that_would_get_no_gradient_are_refused() -> None:
+    for model, loss_fn in [
+        (Model(), Weighted(trained=True)),
+        (Model(torch.ones(4, requires_grad=True)), squares),
+    ]:
+        with pytest.raises(CaptureError, match="requires a gradient and is no parameter"):
+            fxpipe.compile(model, (X,), loss_fn=loss_fn, ranks=1, backend="local")
+    pipe = fxpipe.compile(Model(), (X,), loss_fn=squares, ranks=1, backend="local")
+    with pytest.raises(BatchError, match="argument 0 requires a gradient"):
+        pipe.step([(X.clone().requires_grad_(),)])
