@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import BatchError, CaptureError
+from tests.eager import trained_alike
 
 X = torch.ones(3, 4)
 
@@ -80,3 +81,27 @@ def test_tensors_that_would_get_no_gradient_are_refused() -> None:
     pipe = fxpipe.compile(Model(), (X,), loss_fn=squares, ranks=1, backend="local")
     with pytest.raises(BatchError, match="argument 0 requires a gradient"):
         pipe.step([(X.clone().requires_grad_(),)])
+
+
+class Cropped(nn.Module):
+    """An encoder that cuts as much as an argument says: how much crosses, one integer decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids: Tensor, pixels: Tensor, sizes: Tensor) -> Tensor:
+        for layer in self.vision:
+            pixels = layer(pixels).tanh()
+        x = torch.cat([*(pixels[:, :size] * size for size in sizes.tolist()), self.embed(ids)], 1)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def test_a_size_that_crosses_may_be_read() -> None:
+    ids, pixels = torch.arange(8).view(2, 4), torch.randn(2, 5, 4).double()
+    batch = [{"ids": ids, "pixels": pixels, "sizes": torch.tensor([size])} for size in (3, 2)]
+    trained_alike(Cropped().double(), batch, 1e-12, ranks=2, schedule="nested/1f1b")
