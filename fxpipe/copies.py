@@ -121,6 +121,11 @@ class Copies:
                 )
         self.in_use = any(used for _, _, used in said.values())
 
+    @property
+    def any_behind(self) -> bool:
+        """Whether a parameter has fallen behind in this process."""
+        return bool(self._marks)
+
     def refuse(self, names: Set[str], state: Mapping[str, Tensor]) -> None:
         """Raises BatchError if one of these tensors is not the newest in this process. Where what
         is trained here has not changed, no optimizer has run, and all are as they were."""

@@ -121,25 +121,27 @@ def closure(
 ) -> set[fx.Node]:
     """These nodes and everything that they are computed from, numbers included, without a barrier
     node and what is behind it."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen and not barrier(node):
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    return _reached(ends, lambda node: node.all_input_nodes, barrier)
 
 
 def ahead(starts: Iterable[fx.Node], barrier: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Everything that is computed from `starts`, without passing through a barrier node."""
+    return _reached((user for start in starts for user in start.users), lambda n: n.users, barrier)
+
+
+def _reached(
+    starts: Iterable[fx.Node],
+    beyond: Callable[[fx.Node], Iterable[fx.Node]],
+    barrier: Callable[[fx.Node], bool],
+) -> set[fx.Node]:
+    """These nodes and what lies beyond each, without a barrier node and what only it leads to."""
     seen: set[fx.Node] = set()
-    stack = [user for start in starts for user in start.users]
+    stack = list(starts)
     while stack:
         node = stack.pop()
         if node not in seen and not barrier(node):
             seen.add(node)
-            stack.extend(node.users)
+            stack.extend(beyond(node))
     return seen
 
 

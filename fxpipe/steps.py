@@ -162,7 +162,7 @@ class Steps:
             held = known.holding.by_rank(known.union)
             if known.holding.copies.bring(self._backend, held, known.state):
                 check_weights(self._backend, held, known.state)
-        elif not isinstance(self._backend, Emulated):
+        elif known.holding.copies.any_behind and not isinstance(self._backend, Emulated):
             known.holding.copies.refuse(known.held(self._backend.mine), known.state)
 
     @property
