@@ -19,6 +19,7 @@ from fxpipe.cut import Kind, Seam
 from fxpipe.dry import with_own
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
+from fxpipe.packed import layout_refusal, memory_order
 from fxpipe.solving import solved
 from fxpipe.trees import same_value
 
@@ -65,7 +66,7 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
     guards: conditions on the symbols that tracing has assumed.
     """
     tensors, fixed, _ = flatten(microbatch)
-    changed = _changed(captured, tensors, fixed)
+    changed = _changed(captured, tensors, fixed) or _lying(captured, tensors)
     if changed:
         return changed
     symbols, sizes = solved(captured, [tensor for _, tensor in tensors])
@@ -100,6 +101,14 @@ def _changed(
         if name in captured.values and not torch.equal(tensor, captured.values[name].to(tensor)):
             return f"{name} has other values than this graph was traced with, and Python reads them"
     return None
+
+
+def _lying(captured: Captured, tensors: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Which tensor lies in memory as this graph cannot have it, if any."""
+    for leaf, (name, tensor) in zip(captured.leaves, tensors, strict=True):
+        if captured.draws and memory_order(tensor) != leaf.order:
+            return f"{name} lies in memory in another order, in which random numbers are drawn"
+    return layout_refusal(captured.layout, tensors)
 
 
 def with_data(
@@ -223,16 +232,16 @@ class Bound:
         """What a stage reads of the microbatch: tensors on its device, then sizes."""
         found = self._feeds.get(graphs.stage)
         if found is None:
-            tensors = map(self._field, graphs.fields)
+            tensors = (self._field(name, packed=not graphs.opaque) for name in graphs.fields)
             found = self._feeds[graphs.stage] = (*tensors, *map(self.size, graphs.sizes))
         return found
 
-    def _field(self, placeholder: str) -> Tensor:
+    def _field(self, placeholder: str, *, packed: bool) -> Tensor:
         if placeholder not in self._tensors and self.chance is not None:
             return self.chance(placeholder)
-        tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True).contiguous()
+        tensor = self._tensors[placeholder].to(self.weight.device, non_blocking=True)
         self._tensors[placeholder] = tensor
-        return tensor
+        return tensor.contiguous() if packed else tensor
 
     @property
     def returns(self) -> bool:

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fxpipe.chance import Draw, placed
-from fxpipe.dataflow import CUTS_GRADIENT, arguments
+from fxpipe.dataflow import arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
 from fxpipe.errors import CaptureError
 from fxpipe.exporting import DERIVATIVES, Traced, WithLoss, check_call, export
@@ -27,14 +27,16 @@ from fxpipe.faithful import settled
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild
 from fxpipe.opaque import Prefix
+from fxpipe.packed import LayoutRead, layout_refusal, memory_order
 from fxpipe.passes.buffer_updates import buffer_updates, changed_state, returning
 from fxpipe.passes.draws import draws
 from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.inline_no_grad import NO_GRAD, inline_no_grad
+from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.inline_vmap import inline_vmap
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
 from fxpipe.passes.running_statistics import check_norms, running_statistics
+from fxpipe.refusals import check_loss, refuse_outside
 from fxpipe.state import canonical_names
 from fxpipe.torch_chance import trusting_distributions
 from fxpipe.torch_internals import expression, is_wrapped
@@ -59,6 +61,7 @@ class Captured:
     values: the tensors whose values must repeat too, because Python reads them; reads: and where
     parameters: names of all parameters; trained: those with `requires_grad`
     updates: what forward does to buffers; draws: operators that draw random numbers, in order
+    layout: where code reads how tensors lie in memory, which must then be packed
     """
 
     graph: fx.GraphModule
@@ -78,6 +81,7 @@ class Captured:
     draws: tuple[Draw, ...] = ()
     prefix: Prefix | None = None
     crossing: tuple[Leaf, ...] = ()
+    layout: LayoutRead | None = None
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -125,7 +129,7 @@ def capture(
     """
     check_norms(model)
     if train:
-        _check_loss(model, loss_fn)
+        check_loss(model, loss_fn)
     tensors, fixed, structure = flatten(microbatch)
     check_call(model, *rebuild([tensor for _, tensor in tensors], structure, fixed))
     reader = Reader(loss_fn, outputs)
@@ -135,49 +139,14 @@ def capture(
     with recording_functions(), trusting_distributions(), torch.set_grad_enabled(train):
         leaves = apart([tensor for _, tensor in tensors])
         exported = settled(model, whole.moved, lambda: export(whole, leaves, held))
+    reason = layout_refusal(exported.layout, tensors)
+    if reason:
+        raise CaptureError(reason)
     found = captured_of(model, exported, (names, fixed, structure), reader.returned)
     if not train:
         return replace(found, trained=frozenset())
     refuse_outside(found)
     return found
-
-
-def _check_loss(model: nn.Module, loss_fn: object) -> None:
-    """Raises CaptureError if a loss that is a module trains parameters which the model has not."""
-    own = set(map(id, model.parameters()))
-    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
-        if parameter.requires_grad and id(parameter) not in own:
-            raise CaptureError(
-                f"loss_fn's parameter {name} requires a gradient and is no parameter of the model: "
-                "it would get none. Make loss_fn a part of the model, which then returns its loss"
-            )
-
-
-def refuse_outside(captured: Captured) -> None:
-    """Raises CaptureError if forward reads a tensor that wants a gradient and is no parameter of
-    the model: nobody would write it."""
-    for holder in captured.graph.graph.nodes:
-        constant = captured.constants.get(captured.state.get(holder.name, ""))
-        if constant is None or not constant.requires_grad:
-            continue
-        for node in holder.users:
-            if node.target not in CUTS_GRADIENT and NO_GRAD not in node.meta:
-                raise CaptureError(
-                    f"{holder.name}, of shape {tuple(constant.shape)}, requires a gradient and is "
-                    f"no parameter of the model, but {node.name} reads it: it would get none. Make "
-                    "it a parameter of the model (also where loss_fn has it: let the model compute "
-                    "its loss), or read it as x.detach()"
-                )
-
-
-def refuse_hooks(seen: Sequence[str]) -> None:
-    """Raises CaptureError if there is a hook on a gradient, where no gradient passes by it."""
-    if seen:
-        raise CaptureError(
-            f"{seen[0]} has a hook on its gradient, which would never run. Scale or clip "
-            "gradients after step(), or write the change of a gradient as an operator with "
-            "torch.library.custom_op and register_autograd"
-        )
 
 
 def captured_of(
@@ -191,8 +160,7 @@ def captured_of(
     microbatch; unknown: the inputs whose values only one rank has."""
     (names, fixed, structure), exported = taken, traced.program
     labels, constants = _labels(model, exported, names)
-    parameters = dict(model.named_parameters())
-    trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
+    parameters, trained = _parameters(model)
     module = running_statistics(inline_no_grad(inline_vmap(exported.graph_module)))
     changed = changed_state(module, labels, trained)
     module, drawing = draws(returning(module, labels, changed))
@@ -214,12 +182,19 @@ def captured_of(
         values={names[number]: tensor for number, tensor in traced.values.items()},
         reads=traced.reads,
         ranges={s: (r.lower, r.upper) for s, r in exported.range_constraints.items()},
-        parameters=frozenset(parameters),
+        parameters=parameters,
         trained=trained,
         returned=returned,
         updates=updates,
         draws=placed(drawing, chances, data.symbols),
+        layout=traced.layout,
     )
+
+
+def _parameters(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of all, and of those that want a gradient."""
+    wants = {name: p.requires_grad for name, p in model.named_parameters()}
+    return frozenset(wants), frozenset(name for name, trained in wants.items() if trained)
 
 
 def _inputs(module: fx.GraphModule, state: Mapping[str, str]) -> list[fx.Node]:
@@ -264,7 +239,7 @@ def _digest(tensor: Tensor) -> str:
 def _leaf(name: str, node: fx.Node) -> Leaf:
     value = node.meta["val"]
     shape = tuple(expression(size) for size in value.shape)
-    return Leaf(name, node.name, shape, value.dtype)
+    return Leaf(name, node.name, shape, value.dtype, memory_order(value))
 
 
 def _tidy(

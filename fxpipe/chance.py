@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.python_chance import PYTHON, python_state, set_python_state
-from fxpipe.torch_chance import hints
 from fxpipe.torch_internals import unbacked_in
 
 DEF: Any = torch.library.Library("fxpipe", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -87,19 +86,6 @@ def _unknown(draw: Draw) -> set[sympy.Symbol]:
 
     fx.node.map_aggregate((draw.args, dict(draw.kwargs)), visit)
     return found
-
-
-def memory_order(value: Tensor) -> tuple[int, ...]:
-    """The dimensions of a new tensor like this traced one, from the outermost in memory inwards."""
-    plain = tuple(range(value.dim()))
-    sizes, strides = hints(value.shape), hints(value.stride())
-    if sizes is None or strides is None:
-        return plain
-    like = torch.empty_like(torch.empty_strided(sizes, strides, device="meta"))
-    if like.is_contiguous():
-        return plain
-    steps = like.stride()
-    return tuple(sorted(plain, key=lambda dim: -steps[dim]))
 
 
 def seeded(target: Any) -> Any:

@@ -16,12 +16,13 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.boundary import plain_attributes, put_back
-from fxpipe.chance import Blank, Draw, memory_order
+from fxpipe.chance import Blank, Draw
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError
 from fxpipe.inputs import contents, rebuild
 from fxpipe.opaque import Prefix, taken_apart
+from fxpipe.packed import memory_order
 from fxpipe.prefix import run_until
 from fxpipe.python_chance import PYTHON, python_left_alone
 from fxpipe.state import named_state

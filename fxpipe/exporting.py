@@ -23,6 +23,7 @@ from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
 from fxpipe.faithful import Moved, faithful, no_trace_left
 from fxpipe.frames import calling_line, is_torch_code
 from fxpipe.inputs import rebuild
+from fxpipe.packed import LayoutRead, LayoutReads
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
@@ -38,11 +39,13 @@ _SIZES = "the backward, whose operators depend on sizes that follow from them"
 @dataclass(frozen=True)
 class Traced:
     """An exported model. values: number of a leaf that is held concrete -> what the trace holds
-    for; reads: the lines of code that read them."""
+    for; reads: the lines of code that read them; layout: where code reads how tensors lie in
+    memory."""
 
     program: ExportedProgram
     values: Mapping[int, Tensor]
     reads: tuple[str, ...]
+    layout: LayoutRead | None
 
 
 class WithLoss(nn.Module):
@@ -64,6 +67,7 @@ class WithLoss(nn.Module):
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
         self.moved = Moved()
+        self.layout = LayoutReads()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:
@@ -81,7 +85,8 @@ class WithLoss(nn.Module):
     def _values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
-        with faithful(self.model, self.moved):
+        self.layout.begin([*self.model.parameters(), *self.model.buffers()])
+        with faithful(self.model, self.moved), self.layout:
             values = self.reader(self.model(*args, **kwargs))
         after = dict(self.model.named_buffers())
         for name in dict.fromkeys([*before, *after]):
@@ -132,7 +137,7 @@ def export(
             failure = error
             continue
         values = {number: tensors[number].detach().clone() for number in held or ()}
-        return Traced(program, values, (*reads, *found))
+        return Traced(program, values, (*reads, *found), whole.layout.found)
     if isinstance(failure, FxpipeError):
         raise failure
     assert failure is not None

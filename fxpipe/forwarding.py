@@ -66,4 +66,5 @@ def _graphs(captured: Captured, joint: Joint, parts: Parts) -> StageGraphs:
         others=others(captured, stage),
         stats=stage.stats,
         moving=moving(captured, stage),
+        opaque=is_opaque(stage),
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError
+from fxpipe.packed import lie
 from fxpipe.trees import PLAIN, Tree, map_leaves, take_apart
 
 Microbatch = Mapping[str, Any] | tuple[Any, ...]
@@ -19,12 +20,14 @@ _LEAVES = (Tensor, bool, int, float, str)
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the microbatch: its name for people, its placeholder, its symbolic shape."""
+    """A tensor of the microbatch: its name for people, its placeholder, its symbolic shape; order:
+    that of its dimensions in memory."""
 
     name: str
     placeholder: str
     shape: tuple[sympy.Expr, ...]
     dtype: torch.dtype
+    order: tuple[int, ...]
 
 
 def flatten(
@@ -109,7 +112,7 @@ class Ask(NamedTuple):
         """A microbatch, as it is looked up. held: the tensors whose values decide as well."""
         tensors, fixed, structure = flatten(microbatch)
         plain = [tensor for _, tensor in tensors]
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in plain)
+        shapes = tuple((tensor.shape, tensor.dtype, lie(tensor)) for tensor in plain)
         values = tuple((name, contents(tensor)) for name, tensor in tensors if name in held)
         others = tuple((name, repr(value)) for name, value in fixed)
         return Ask(microbatch, plain, (structure, shapes, others, values))

@@ -41,6 +41,7 @@ class StageGraphs:
     others: which of the values that the model returns beside its loss follow F's losses
     stats: what F computes for updates of buffers; moving: names of the buffers in `state` whose
     value changes with the microbatch, by their places
+    opaque: whether it runs the model's own code, which reads fields as they lie in memory
     """
 
     stage: str
@@ -58,6 +59,7 @@ class StageGraphs:
     others: tuple[int, ...] = ()
     stats: tuple[str, ...] = ()
     moving: tuple[tuple[int, str], ...] = ()
+    opaque: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _stage_graphs(captured: Captured, joint: Joint, parts: Parts, recompute: boo
         others=others(captured, stage),
         stats=stage.stats,
         moving=moving(captured, stage),
+        opaque=is_opaque(stage),
     )
 
 

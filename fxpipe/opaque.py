@@ -19,6 +19,7 @@ from fxpipe.boundary import plain_attributes, put_back, undone
 from fxpipe.errors import BatchError
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import rebuild
+from fxpipe.packed import LayoutRead, layout_refusal
 from fxpipe.prefix import Reached, run_until
 from fxpipe.prefix_chance import drawing, generators
 from fxpipe.state import named_state
@@ -48,7 +49,8 @@ class Prefix:
     the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
     one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
     behind it; attributes: those of modules that it sets; lines: where it reads values; draws: the
-    kinds of generators that it draws from; dry: what it was found to do with others (`fxpipe.dry`)
+    kinds of generators that it draws from; layout: where code behind the boundary reads how what
+    crosses lies in memory; dry: what it was found to do with others (`fxpipe.dry`)
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class Prefix:
     bytes: int
     draws: tuple[str, ...]
     train: bool
+    layout: LayoutRead | None = None
     dry: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -210,6 +213,10 @@ def forward(prefix: Prefix) -> Callable[..., Any]:
                 f"the arguments of module {prefix.boundary} have the shapes {found}; every other "
                 f"rank expects {list(map(tuple, sizes))}"
             )
+        named = [(f"argument {i} of {prefix.boundary}", v) for i, v in enumerate(crossing)]
+        reason = layout_refusal(prefix.layout, named)
+        if reason:
+            raise BatchError(reason)
         more = {own[i] for i in behind(crossing) if i in own} - prefix.trained
         if more:
             raise BatchError(

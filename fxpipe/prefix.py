@@ -21,6 +21,7 @@ from fxpipe.faithful import DRAWN
 from fxpipe.frames import calling_frames, calling_line
 from fxpipe.inputs import rebuild
 from fxpipe.libraries import as_exported, libraries_as_untraced
+from fxpipe.packed import LayoutReads
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.readings import LeakError, Read
 from fxpipe.torch_internals import is_fake
@@ -127,6 +128,7 @@ class Suffix(nn.Module):
         self.reader = reader
         self.leaves = list(real)
         self.state = _state(model)
+        self.layout = LayoutReads()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The loss, and what else is wanted. Raises LeakError where more would cross."""
@@ -136,7 +138,7 @@ class Suffix(nn.Module):
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
-        with python_left_alone(), border, libraries_as_untraced():
+        with python_left_alone(), border, libraries_as_untraced(), self.layout:
             try:
                 border.start()
                 values = self.reader(self.model(*args, **kwargs))
@@ -186,6 +188,7 @@ class _Border(TorchFunctionMode):
         self.crossed = True
         self.chance = python_words()
         self._suffix.hooks.clear()
+        self._suffix.layout.begin(_state(self._suffix.model).values())
         leaves, tree = take_apart((args, kwargs))
         stands = iter(self._crossing)
         for number, value in enumerate(leaves):

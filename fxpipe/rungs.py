@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.boundary import boundaries, record, undone
-from fxpipe.capture import Captured, captured_of, placeholder_name, refuse_hooks, refuse_outside
+from fxpipe.capture import Captured, captured_of, placeholder_name
 from fxpipe.chance import Draw, state_of
 from fxpipe.dry import draw_as_python
 from fxpipe.errors import CaptureError, FxpipeError
@@ -26,8 +26,10 @@ from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.opaque import Prefix, measured
+from fxpipe.packed import layout_refusal
 from fxpipe.prefix import Suffix
 from fxpipe.python_chance import PYTHON, python_state
+from fxpipe.refusals import refuse_hooks, refuse_outside
 from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
 from fxpipe.torch_modes import fake_like
@@ -95,7 +97,11 @@ def _cut_at(
     refuse_hooks(hooks if train else ())
     unknown = [f"{_CROSSING} {i}" for i in range(len(inputs))]
     names = [*(name for name, _ in tensors), *unknown]
-    traced = Traced(program, {}, ())
+    layout = suffix.layout.found
+    reason = layout_refusal(layout, list(zip(names, [*leaves, *inputs], strict=True)))
+    if reason:
+        raise CaptureError(reason)
+    traced, prefix = Traced(program, {}, (), layout), replace(prefix, layout=layout)
     found = captured_of(model, traced, (names, fixed, structure), reader.returned, unknown)
     if not train:
         return replace(found, trained=frozenset()), prefix

@@ -10,10 +10,11 @@ from typing import TypeVar
 
 from torch import nn
 
-from fxpipe.capture import Captured, capture, refuse_hooks
+from fxpipe.capture import Captured, capture
 from fxpipe.errors import CaptureError, ReadError, UnknownCrossingError, UnknownSizeError
 from fxpipe.inputs import Leaf, Microbatch
 from fxpipe.mode import Mode
+from fxpipe.refusals import refuse_hooks
 from fxpipe.rungs import capture_opaque
 from fxpipe.state import named_state
 from fxpipe.torch_internals import has_hooks, watching_hooks

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.building import Builder
-from fxpipe.chance import Blank, Draw, inverse, memory_order, seeded, state_of
+from fxpipe.chance import Blank, Draw, inverse, seeded, state_of
 from fxpipe.dataflow import aten, function, is_in_place, is_random, path
 from fxpipe.errors import CaptureError
+from fxpipe.packed import memory_order
 from fxpipe.torch_internals import expression
 
 # Masks of these multiply their input; the others follow from the mask as written below.
