@@ -95,6 +95,45 @@ def step_alike_from(
     del pipe.step
 
 
+class Shaken(nn.Module):
+    """Scales what enters its blocks by numbers that Python's and NumPy's generators give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * random.random()
+        if ids.shape[1] > 5:
+            x = x * numpy.random.randn()
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("nested/1f1b", 1), ("stage/1f1b", 2)])
+def test_steps_go_on_where_eager_goes_on(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    random.seed(1)
+    model = Shaken().double()
+    reference, sizes = copy.deepcopy(model), [(5, 6), (7, 5, 4), (6,)]
+    batches = [[{"ids": torch.randint(0, 9, (2, n))} for n in step] for step in sizes]
+    before = python_state()
+    pipe = fxpipe.compile(model, batches[0][0], ranks=ranks, backend="local", schedule=schedule)
+    assert torch.equal(python_state(), before)
+    for mbs in batches:
+        before = python_state()
+        with python_left_alone():
+            for mb in mbs:
+                reference(**mb)
+            after = python_state()
+        step_alike_from(pipe, mbs, reference, before)
+        assert torch.equal(python_state(), after)
+        for trained in (model, reference):
+            torch.optim.SGD(trained.parameters(), lr=0.1).step()
+
+
 def test_dropout_depends_on_no_placement() -> None:
     found = []
     for schedule in ("nested/1f1b", "stage/1f1b", "transpose/1f1b"):
