@@ -4,7 +4,6 @@ A recording run, for real and without a trace of it, lists the calls of modules 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line
 from fxpipe.libraries import as_exported
-from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
+from fxpipe.python_chance import python_has_drawn, python_words
+from fxpipe.undone import undone
 
 _READS = (
     Tensor.tolist,
@@ -31,8 +30,6 @@ _READS = (
     Tensor.__index__,
 )
 _LARGEST = 3  # how many calls are tried
-_PLAIN = (bool, int, float, str, Tensor)
-Attributes = dict[tuple[str, str], object]
 
 
 @dataclass
@@ -167,52 +164,3 @@ class _Reading(TorchFunctionMode):
         if func in _READS:
             self.found.append((next(self._clock), calling_line()))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def undone(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """A run of a model that leaves no trace: random state and attributes are put back; a changed
-    buffer is, too, and is refused. Gives the names of the attributes that have changed."""
-    changed: list[tuple[str, str]] = []
-    buffers = {name: (b, b._version, b.detach().clone()) for name, b in model.named_buffers()}
-    before = plain_attributes(model)
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), python_left_alone():
-        try:
-            yield changed
-        finally:
-            changed += put_back(model, before)
-    for name, (buffer, version, copy) in buffers.items():
-        if buffer._version != version:
-            with torch.no_grad():
-                buffer.copy_(copy)
-            raise CaptureError(
-                f"buffer {name} is changed by forward, and values of the input are read, so that "
-                "the model's own code must run: for batch normalisation, call .eval() on that "
-                "module; update it after the step otherwise"
-            )
-
-
-def plain_attributes(
-    model: nn.Module, names: Sequence[tuple[str, str]] | None = None
-) -> Attributes:
-    """Numbers, strings and tensors that modules hold as attributes; those named, or all."""
-    if names is not None:
-        return {(m, a): vars(model.get_submodule(m)).get(a) for m, a in names}
-    return {
-        (name, attribute): value
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if value is None or isinstance(value, _PLAIN)
-    }
-
-
-def put_back(model: nn.Module, before: Attributes) -> list[tuple[str, str]]:
-    """Give attributes the values that they had; the names of those that had others."""
-    changed = []
-    for (name, attribute), value in before.items():
-        module = model.get_submodule(name)
-        if vars(module).get(attribute, before) is not value:
-            setattr(module, attribute, value)
-            changed.append((name, attribute))
-    return changed

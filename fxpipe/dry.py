@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.boundary import plain_attributes, put_back
 from fxpipe.chance import Blank, Draw
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.dataflow import differentiable
@@ -27,6 +26,7 @@ from fxpipe.prefix import run_until
 from fxpipe.python_chance import PYTHON, python_left_alone
 from fxpipe.state import named_state
 from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
+from fxpipe.undone import plain_attributes, put_back
 
 # How many numbers these draw depends on the numbers.
 _REJECTING = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")

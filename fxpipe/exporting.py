@@ -24,6 +24,7 @@ from fxpipe.faithful import Moved, faithful, no_trace_left
 from fxpipe.frames import calling_line, is_torch_code
 from fxpipe.inputs import rebuild
 from fxpipe.packed import LayoutRead, LayoutReads
+from fxpipe.replaced import write_back
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
@@ -88,29 +89,8 @@ class WithLoss(nn.Module):
         self.layout.begin([*self.model.parameters(), *self.model.buffers()])
         with faithful(self.model, self.moved), self.layout:
             values = self.reader(self.model(*args, **kwargs))
-        after = dict(self.model.named_buffers())
-        for name in dict.fromkeys([*before, *after]):
-            if after.get(name) is not before.get(name):
-                _write_back(self.model, name, before.get(name), after.get(name))
+        write_back(self.model, before)
         return values
-
-
-def _write_back(model: nn.Module, name: str, old: Tensor | None, new: Tensor | None) -> None:
-    """A buffer that forward assigns anew is traced as a copy into the old one."""
-    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-        raise CaptureError(
-            f"buffer {name} is replaced by forward: {_kind(old)} becomes {_kind(new)}. The ranks "
-            "can only hand on a tensor of one shape and dtype: register it like that, or keep it "
-            "out of forward"
-        )
-    with torch.no_grad():
-        old.copy_(new)
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, old)
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 # How torch fails where a transform hides a tensor from the trace.

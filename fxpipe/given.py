@@ -46,6 +46,11 @@ class Given:
         """As its regions say."""
         return tuple(region.name for region in self.given.cut.regions if region.recompute)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether one rank runs all microbatches of an encoder, one after the other."""
+        return all(stage.rank is not None for stage in self.given.cut.stages)
+
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
         """Where its stages live."""
         cut = self.given.cut
@@ -90,6 +95,7 @@ class Actions:
 
     text: str
     recompute: tuple[str, ...] = field(default=(), init=False)
+    in_order: bool = field(default=True, init=False)
 
     @property
     def ranks(self) -> int:

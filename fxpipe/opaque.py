@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.boundary import plain_attributes, put_back, undone
 from fxpipe.errors import BatchError
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import rebuild
 from fxpipe.packed import LayoutRead, layout_refusal
 from fxpipe.prefix import Reached, run_until
 from fxpipe.prefix_chance import drawing, generators
+from fxpipe.replaced import check_replaced
 from fxpipe.state import named_state
 from fxpipe.trees import take_apart
+from fxpipe.undone import own_buffers, plain_attributes, put_back, same, undone
 
 # Structure of the boundary's arguments, plain values among them, choices made before.
 Form = tuple[Any, tuple[object, ...], tuple[object, ...]]
+_SMALL = 1 << 12  # bytes of a buffer of which a run gets a copy in any case
 Rebuilt = tuple[Any, tuple[tuple[str, object], ...]]
 
 
@@ -49,8 +51,9 @@ class Prefix:
     the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
     one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
     behind it; attributes: those of modules that it sets; lines: where it reads values; draws: the
-    kinds of generators that it draws from; layout: where code behind the boundary reads how what
-    crosses lies in memory; dry: what it was found to do with others (`fxpipe.dry`)
+    kinds of generators that it draws from; buffers: those that it changes; layout: where code
+    behind the boundary reads how what crosses lies in memory; dry: what it was found to do with
+    others (`fxpipe.dry`)
     """
 
     model: nn.Module
@@ -66,6 +69,7 @@ class Prefix:
     flops: int
     bytes: int
     draws: tuple[str, ...]
+    buffers: tuple[str, ...]
     train: bool
     layout: LayoutRead | None = None
     dry: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -75,13 +79,25 @@ class Prefix:
         """The trained parameters behind any crossing value."""
         return frozenset().union(*self.reach)
 
-    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The values that cross. Raises BatchError if they are not what the trace was made for."""
+    def run(
+        self, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The values that cross, and what the buffers have become that it changes. buffers: what
+        they are before; those of the model, which keeps them. Raises BatchError if anything is not
+        what the trace was made for."""
+        held = dict(self.model.named_buffers())
+        values = {name: buffer for name, buffer in held.items() if buffer.nbytes <= _SMALL}
+        values |= buffers or {name: held[name] for name in self.buffers}
+        versions = [buffer._version for buffer in held.values()]
         before = plain_attributes(self.model, self.attributes)
         try:
-            reached = run_until(self.model, self.boundary, *rebuild(leaves, *self.rebuilt))
+            with own_buffers(self.model, values) as after:
+                reached = run_until(self.model, self.boundary, *rebuild(leaves, *self.rebuilt))
         finally:
             put_back(self.model, before)
+        changed = [n for (n, b), v in zip(held.items(), versions, strict=True) if b._version != v]
+        changed += [n for n in after if n not in self.buffers and not same(after[n], held[n])]
+        _check_buffers({name: values[name] for name in self.buffers}, after, changed)
         form, sources, crossing = taken_apart(reached, leaves)
         if (form, sources) != (self.form, self.sources):
             raise BatchError(
@@ -89,7 +105,26 @@ class Prefix:
                 f"was traced, it was called with {_shown(self.form)}. Give microbatches whose code "
                 "paths differ different arguments, so that each gets a graph of its own"
             )
-        return crossing
+        return crossing, [after[name] for name in self.buffers]
+
+
+def _check_buffers(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], others: Sequence[str]
+) -> None:
+    """Raises BatchError if other buffers were changed than when this was traced, or one of these to
+    a tensor of another kind."""
+    if others:
+        raise BatchError(
+            f"buffer {others[0]} is changed for this microbatch, and was not for the one that was "
+            "traced: give fxpipe.compile an example that changes it"
+        )
+    for name, old in before.items():
+        new = after.get(name)
+        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise BatchError(
+                f"buffer {name} is replaced by {'nothing' if new is None else tuple(new.shape)}; "
+                f"it was of shape {tuple(old.shape)} and {old.dtype}, and must stay so"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,6 +177,8 @@ def measured(
         reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         after = generators(model)
         draws = tuple(kind for kind in states if not torch.equal(states[kind], after[kind]))
+    for name, new in changed.buffers.items():
+        check_replaced(name, model.get_buffer(name), new)
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(frozenset(names[i] for i in behind([v]) if i in names) for v in crossing)
     prefix = Prefix(
@@ -150,14 +187,17 @@ def measured(
         rebuilt=rebuilt,
         form=form,
         sources=sources,
-        state=tuple(dict.fromkeys([*uses.found, *sorted(frozenset().union(*reach))])),
+        state=tuple(
+            dict.fromkeys([*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers])
+        ),
         reach=reach,
         sizes=tuple(tuple(_size(size, leaves) for size in value.shape) for value in crossing),
-        attributes=tuple(changed),
+        attributes=tuple(changed.attributes),
         lines=tuple(dict.fromkeys(lines)),
         flops=flops.get_total_flops(),
         bytes=kept.bytes,
         draws=draws,
+        buffers=tuple(changed.buffers),
         train=train,
     )
     return prefix, crossing
@@ -194,19 +234,21 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def forward(prefix: Prefix) -> Callable[..., Any]:
-    """What F calls: (state, fields, sizes) -> (*crossing, saved). state: for those who look at the
-    graph; fields: the microbatch's tensors, then states of generators; sizes: what all ranks expect
-    of each crossing value."""
+def forward(prefix: Prefix, places: Sequence[int] = ()) -> Callable[..., Any]:
+    """What F calls: (state, fields, sizes) -> (*crossing, *buffers, saved). state: what it reads of
+    the model, of which only the buffers that it changes are looked at, at these places; fields: the
+    microbatch's tensors, then states of generators; sizes: what all ranks expect of each crossing
+    value; buffers: what those that it changes have become."""
     own = {id(p): name for name, p in prefix.model.named_parameters()}
 
     def opaque_forward(
         state: Sequence[Tensor], fields: Sequence[Tensor], sizes: Sequence[Sequence[int]]
     ) -> tuple[Any, ...]:
+        moving = {name: state[at] for name, at in zip(prefix.buffers, places, strict=True)}
         kept, count = Kept(), len(fields) - len(prefix.draws)
         leaves, states = fields[:count], dict(zip(prefix.draws, fields[count:], strict=True))
         with torch.set_grad_enabled(prefix.train), kept.hooks(), drawing(states, prefix.model):
-            crossing = prefix.run(leaves)
+            crossing, buffers = prefix.run(leaves, moving)
         found = [tuple(value.shape) for value in crossing]
         if found != [tuple(size) for size in sizes]:
             raise BatchError(
@@ -224,7 +266,7 @@ def forward(prefix: Prefix) -> Callable[..., Any]:
                 f"was traced: give fxpipe.compile an example that uses it"
             )
         results = [value.detach().contiguous() for value in crossing]
-        return (*results, Saved(crossing, kept.tensors))
+        return (*results, *buffers, Saved(crossing, kept.tensors))
 
     return opaque_forward
 

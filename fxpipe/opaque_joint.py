@@ -57,7 +57,8 @@ class _Writer:
         return node
 
     def joint(self, wanted: Sequence[tuple[str, str]]) -> Joint:
-        sizes = [[self._size(size) for size in v.shape] for v in self.made.meta["val"]]
+        crossing = self.made.meta["val"][: len(self.prefix.reach)]
+        sizes = [[self._size(size) for size in value.shape] for value in crossing]
         tangents = {
             f"d_{value}_{to}": self.holder(f"d_{value}_{to}", self._value(value))
             for value, to in wanted
@@ -67,12 +68,18 @@ class _Writer:
         state = tuple(self.holders[name] for name in self.stage.state)
         leaves = tuple(self.holders[name] for name in self.stage.fields)
         values = self.made.meta["val"]
-        made = self.call(forward(self.prefix), (state, leaves, sizes), values)
+        names = [self.captured.state[name] for name in self.stage.state]
+        places = [names.index(name) for name in self.prefix.buffers]
+        made = self.call(forward(self.prefix, places), (state, leaves, sizes), values)
         made.meta["flops"] = self.prefix.flops
-        sent = [self._item(made, self.number[name], self._value(name)) for name in self.stage.sent]
+        sent, stats = (
+            [self._item(made, self.number[name], self._value(name)) for name in names]
+            for names in (self.stage.sent, self.stage.stats)
+        )
         gradients = self._gradients(made, wanted, tangents)
-        self.graph.output((*sent, *gradients.values()))
-        return Joint(fx.GraphModule(nn.Module(), self.graph), self.holders, sent, [], gradients)
+        self.graph.output((*sent, *stats, *gradients.values()))
+        graph = fx.GraphModule(nn.Module(), self.graph)
+        return Joint(graph, self.holders, sent, [], gradients, stats)
 
     def _gradients(
         self, made: fx.Node, wanted: Sequence[tuple[str, str]], tangents: Mapping[str, fx.Node]

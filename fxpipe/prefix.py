@@ -24,6 +24,7 @@ from fxpipe.libraries import as_exported, libraries_as_untraced
 from fxpipe.packed import LayoutReads
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.readings import LeakError, Read
+from fxpipe.replaced import write_back
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
 from fxpipe.trees import map_leaves, take_apart
@@ -135,6 +136,7 @@ class Suffix(nn.Module):
         count = len(self.leaves)
         border = _Border(self, tensors[:count], tensors[count:])
         args, kwargs = rebuild(self.leaves, *self.rebuild)
+        buffers = dict(self.model.named_buffers())
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
@@ -149,6 +151,7 @@ class Suffix(nn.Module):
                 hook.remove()
         if not border.crossed:
             raise CaptureError(f"module {self.boundary} is not called")
+        write_back(self.model, buffers)
         return values
 
 

@@ -16,9 +16,10 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.boundary import boundaries, record, undone
+from fxpipe.boundary import boundaries, record
 from fxpipe.capture import Captured, captured_of, placeholder_name
 from fxpipe.chance import Draw, state_of
+from fxpipe.dataflow import ASIDE
 from fxpipe.dry import draw_as_python
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.exporting import Traced, export_symbolic
@@ -34,6 +35,8 @@ from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, watching_hooks
 from fxpipe.torch_modes import fake_like
 from fxpipe.trial import try_out
+from fxpipe.undone import undone
+from fxpipe.updates import Updates, no_updates
 from fxpipe.wanted import Reader
 
 _CROSSING = "before the boundary"
@@ -132,11 +135,14 @@ def _attached(suffix: Captured, prefix: Prefix) -> Captured:
     drawing = _drawing(graph, prefix, fake_mode([n.meta["val"] for n in holders]))
     given = (*(env[n] for n in leaves), *drawing), tuple(by_name[name] for name in prefix.state)
     made = graph.call_function(opaque, given)
-    made.meta = {"val": tuple(n.meta["val"] for n in crossing), "flops": prefix.flops}
-    made.meta["prefix"] = prefix
-    for number, node in enumerate(crossing):
-        env[node] = graph.call_function(operator.getitem, (made, number))
-        env[node].meta = {"val": node.meta["val"], "prefix": prefix}
+    buffers = [by_name[name].meta["val"] for name in prefix.buffers]
+    values = *(n.meta["val"] for n in crossing), *buffers
+    made.meta = {"val": values, "flops": prefix.flops, "prefix": prefix}
+    parts = [graph.call_function(operator.getitem, (made, at)) for at in range(len(values))]
+    env |= dict(zip(crossing, parts, strict=False))
+    for part, value in zip(parts, values, strict=True):
+        crosses = part in parts[: len(crossing)]
+        part.meta = {"val": value, "prefix": prefix} if crosses else {"val": value, ASIDE: True}
     for node in (node for node in old.nodes if node not in env):
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.lint()
@@ -147,9 +153,23 @@ def _attached(suffix: Captured, prefix: Prefix) -> Captured:
         state={node.name: name for name, node in by_name.items()},
         leaves=tuple(leaf if node.users else _free(leaf) for leaf, node in own),
         draws=(*drawing.values(), *suffix.draws),
+        updates=_updates(prefix, suffix, [part.name for part in parts[len(crossing) :]]),
         prefix=prefix,
         crossing=suffix.leaves[count:],
     )
+
+
+def _updates(prefix: Prefix, suffix: Captured, made: Sequence[str]) -> Updates | None:
+    """What a microbatch does to buffers, before the boundary and after it. made: the nodes that are
+    what the prefix's have become. Raises CaptureError where both sides have to do with one."""
+    if not prefix.buffers:
+        return suffix.updates
+    known = suffix.updates or no_updates()
+    read = [n for n in suffix.graph.graph.nodes if n.name in suffix.state and n.users]
+    both = {*known.names, *(suffix.state[n.name] for n in read)}.intersection(prefix.buffers)
+    if both:
+        raise CaptureError(f"buffer {min(both)} is changed before it, and read or changed after it")
+    return known.also(dict(zip(prefix.buffers, made, strict=True)))
 
 
 def _more_state(

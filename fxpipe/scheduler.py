@@ -21,7 +21,7 @@ from fxpipe.owners import Given as Owners
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
 from fxpipe.planner import Planned, plan
-from fxpipe.schedule import AUTO, Plan, Schedule, chunks_of, derive, layout
+from fxpipe.schedule import AUTO, REPLICATED, Plan, Schedule, chunks_of, derive, layout
 from fxpipe.table import Table
 from fxpipe.verify import verify
 from fxpipe.waves import waves
@@ -72,6 +72,11 @@ class Scheduler(Protocol):
         """How many microbatches it is for; None if for any number."""
         ...
 
+    @property
+    def in_order(self) -> bool:
+        """Whether one rank runs all microbatches of an encoder, one after the other."""
+        ...
+
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
         """Where the regions live. Raises ScheduleError."""
         ...
@@ -111,6 +116,11 @@ class Named:
     def recompute(self) -> tuple[str, ...]:
         """The regions that compute their forward again."""
         return tuple(self.options.recompute)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether one rank runs all microbatches of an encoder, one after the other."""
+        return Schedule.parse(self.schedule).placement not in REPLICATED
 
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
         """Where the schedule wants these regions to live."""
@@ -159,6 +169,11 @@ class Forward:
     recompute: tuple[str, ...] = field(default=(), init=False)
     ranks: int | None = field(default=None, init=False)
     microbatches: int | None = field(default=None, init=False)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether one rank runs all microbatches of an encoder, one after the other."""
+        return self.base.in_order
 
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
         """Where the other scheduler has the regions."""

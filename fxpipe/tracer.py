@@ -11,7 +11,13 @@ from typing import TypeVar
 from torch import nn
 
 from fxpipe.capture import Captured, capture
-from fxpipe.errors import CaptureError, ReadError, UnknownCrossingError, UnknownSizeError
+from fxpipe.errors import (
+    CaptureError,
+    FxpipeError,
+    ReadError,
+    UnknownCrossingError,
+    UnknownSizeError,
+)
 from fxpipe.inputs import Leaf, Microbatch
 from fxpipe.mode import Mode
 from fxpipe.refusals import refuse_hooks
@@ -28,6 +34,7 @@ class Tracer:
     """Traces one model, and remembers for which values it has done so.
 
     outputs: what a forward alone returns; None where the model is trained
+    in_order: whether an opaque stage that changes buffers could run as its table has it
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class Tracer:
         self._reads = False
         self._hold: set[str] = set()
         self.mode: Mode = ()
+        self.in_order = True
         self._refusal: CaptureError | None = None
 
     def follow(self, mode: Mode) -> None:
@@ -49,7 +57,7 @@ class Tracer:
             self.mode = mode
             self._seen.clear()
             self._reads = False
-            self._hold.clear()
+            self._hold = set()
             self._refusal = None
 
     def trace(self, microbatch: Microbatch) -> Captured:
@@ -69,14 +77,20 @@ class Tracer:
             behind = {leaf.name for leaf in captured.leaves if _decides(leaf, captured)}
             if not behind - self._hold:
                 raise
-            self._hold |= behind
+            held, self._hold = self._hold, self._hold | behind
             self._seen = [seen for seen in self._seen if seen is not microbatch]
-        return self.lowered(microbatch, lower)
+        try:
+            return self.lowered(microbatch, lower)
+        except FxpipeError:
+            self._hold = held  # another microbatch must not pay for this one
+            raise
 
     def _on_some_rung(self, microbatch: Microbatch) -> Captured:
         if self._reads and len(self._seen) >= REPEATS and self._refusal is None:
             try:
-                return self._opaque(microbatch)
+                opaque = self._opaque(microbatch)
+                self._check_order(opaque)
+                return opaque
             except CaptureError as error:
                 self._refusal = error
         try:
@@ -89,6 +103,12 @@ class Tracer:
         self._seen.append(microbatch)
         self._reads |= bool(found.values)
         return found
+
+    def _check_order(self, opaque: Captured) -> None:
+        """Raises CaptureError where graphs do better, which can change buffers in any order."""
+        buffers = opaque.prefix.buffers if opaque.prefix is not None else ()
+        if buffers and not self.in_order:
+            raise CaptureError(f"buffer {buffers[0]} is changed by it, in the order of the batch")
 
     def _graph(self, microbatch: Microbatch) -> Captured:
         outputs, train = self._outputs, self._train

@@ -9,7 +9,6 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpipe.boundary import undone
 from fxpipe.capture import Captured
 from fxpipe.chance import Draw, Stream, Walk
 from fxpipe.dry import with_own
@@ -20,6 +19,7 @@ from fxpipe.prefix_chance import generators
 from fxpipe.python_chance import PYTHON
 from fxpipe.solving import solve
 from fxpipe.state import named_state
+from fxpipe.undone import undone
 from fxpipe.wanted import Reader
 
 
@@ -45,7 +45,7 @@ def try_out(whole: Captured, suffix: Captured, reader: Reader, microbatch: Micro
         with undone(prefix.model):
             before = generators(prefix.model)
             try:
-                inputs = [*leaves, *prefix.run(leaves)]
+                inputs = [*leaves, *prefix.run(leaves)[0]]
             except BatchError:
                 return
             found = _loss(suffix, whole, [*inputs, *_states(suffix, draws, inputs, before)])

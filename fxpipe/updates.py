@@ -1,11 +1,11 @@
 """How forward changes tensors of the model: running statistics, counters, moving averages."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Updates:
     foreseen: Recipe
     deferred: Recipe
 
+    def also(self, carried: Mapping[str, str]) -> "Updates":
+        """These, and buffers that become other values that stages compute."""
+        stats = (*carried.values(), *self.stats)
+        return replace(self, stats=stats, carried={**carried, **self.carried})
+
     @property
     def names(self) -> tuple[str, ...]:
         """All that it changes."""
@@ -59,3 +64,9 @@ class Updates:
     def read(self) -> tuple[str, ...]:
         """What may be read by a stage, and has another value in each microbatch."""
         return (*self.foreseen.names, *self.carried)
+
+
+def no_updates() -> Updates:
+    """What a microbatch does that leaves the model alone."""
+    nothing = Recipe((), (), fx.GraphModule(nn.Module(), fx.Graph()))
+    return Updates((), {}, nothing, nothing)

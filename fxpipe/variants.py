@@ -273,8 +273,7 @@ class Variants:
         for number, lowered in changed.items():
             self.graphs[number] = lowered.graphs
         old = self._union
-        same = old is not None and old.cut is found.cut and old.owners == found.owners
-        self.generation += not same
+        self.generation += old is None or old.cut is not found.cut or old.owners != found.owners
         self._seen, self._union = seen, found
 
     def _lowered(self, microbatch: Microbatch) -> Lowered:
@@ -283,6 +282,7 @@ class Variants:
         found = self._memory.recall(self._mode, microbatch, self.scheduler, self.ranks, seen)
         if found is None:
             self._memory.captures += 1
+            self._tracer.in_order = self.ranks == 1 or self.scheduler.in_order
             found = self._tracer.lowered(microbatch, partial(self._lower, microbatch, seen))
         self._memory.add(self._mode, found, seen)
         return found

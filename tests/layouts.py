@@ -44,6 +44,7 @@ class AnyOrder:
     recompute: tuple[str, ...] = ()
     ranks: int | None = None
     microbatches: int | None = None
+    in_order: bool = False
     seed: int = 0
 
     def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:

@@ -1,0 +1,129 @@
+"""Runs of a model's own code that leave no trace in it: attributes, buffers, states of generators.
+
+with undone(model) as changed: ...            afterwards as before; changed says what was changed
+with own_buffers(model, values) as after: ... on copies; after says what these have become
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.python_chance import python_left_alone
+
+_PLAIN = (bool, int, float, str, Tensor)
+Attributes = dict[tuple[str, str], object]
+Places = list[tuple[nn.Module, str, Tensor]]
+
+
+@dataclass
+class Changed:
+    """What a run has changed. attributes: of modules, by the names of both; buffers: what they have
+    become, by the first name of each; None for one that is there no more."""
+
+    attributes: list[tuple[str, str]] = field(default_factory=list)
+    buffers: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[Changed]:
+    """A run of a model that leaves no trace, whatever it does to the model."""
+    changed = Changed()
+    before = plain_attributes(model)
+    places, copies = _places(model), {n: b.detach().clone() for n, b in model.named_buffers()}
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), python_left_alone():
+        try:
+            yield changed
+        finally:
+            changed.attributes += put_back(model, before)
+            for name, copy in copies.items():
+                _undo(name, copy, places[name], changed)
+
+
+def _undo(name: str, copy: Tensor, places: Places, changed: Changed) -> None:
+    """Put a buffer back: the tensor that it was, with what was in it. (Not by its version: some
+    operators write and do not say so.)"""
+    module, key, held = places[0]
+    now = module._buffers.get(key)
+    if now is not held:
+        changed.buffers[name] = now
+    elif not same(held, copy):
+        changed.buffers[name] = held.detach().clone()
+    put_in(places)
+    if not same(held, copy):
+        with torch.no_grad():
+            held.copy_(copy)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are alike, also where a number is none."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@contextmanager
+def own_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Code that runs inside finds copies of these values in the places of buffers, and may write to
+    them; the model has its own again afterwards. Gives what these buffers have become, and others
+    that were replaced. Raises BatchError where that has another shape."""
+    after: dict[str, Tensor] = {}
+    places = _places(model)
+    for name, value in values.items():
+        copy = value.detach().clone()
+        put_in([(module, key, copy) for module, key, _ in places[name]])
+    try:
+        yield after
+    finally:
+        for name, held in places.items():
+            module, key, own = held[0]
+            made = module._buffers.get(key)
+            if made is not own and made is not None:
+                after[name] = made.detach()
+            put_in(held)
+
+
+def put_in(places: Places) -> None:
+    """Have modules hold these tensors as their buffers."""
+    for module, key, tensor in places:
+        if module._buffers.get(key) is not tensor:
+            module._buffers[key] = tensor
+
+
+def _places(model: nn.Module) -> dict[str, Places]:
+    """Where each buffer is held, by its first name."""
+    first = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
+    found: dict[str, Places] = {name: [] for name in first.values()}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found[first[id(buffer)]].append((module, key, buffer))
+    return found
+
+
+def plain_attributes(
+    model: nn.Module, names: Sequence[tuple[str, str]] | None = None
+) -> Attributes:
+    """Numbers, strings and tensors that modules hold as attributes; those named, or all."""
+    if names is not None:
+        return {(m, a): vars(model.get_submodule(m)).get(a) for m, a in names}
+    return {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if value is None or isinstance(value, _PLAIN)
+    }
+
+
+def put_back(model: nn.Module, before: Attributes) -> list[tuple[str, str]]:
+    """Give attributes the values that they had; the names of those that had others."""
+    changed = []
+    for (name, attribute), value in before.items():
+        module = model.get_submodule(name)
+        if vars(module).get(attribute, before) is not value:
+            setattr(module, attribute, value)
+            changed.append((name, attribute))
+    return changed

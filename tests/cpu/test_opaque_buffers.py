@@ -1,0 +1,95 @@
+"""Buffers of a model whose first stage runs its own code: they end as in eager, on one rank."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import RankError, ScheduleError
+from fxpipe.inputs import Microbatch
+from tests.eager import step_alike
+
+
+class Tower(nn.Module):
+    """Reads values of floats; changes buffers in every way there is."""
+
+    average: Tensor
+    calls: Tensor
+    rare: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.InstanceNorm1d(4, track_running_stats=True)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rare", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.max() > 100):
+            self.rare += 1
+        x = self.norm(self.linear(x).T.unsqueeze(0))[0].T
+        x = x - self.average
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        return x
+
+
+class Model(nn.Module):
+    """The tower, blocks that are one graph, and a buffer that these assign."""
+
+    latest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.embed = Tower(), nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("latest", torch.zeros(4))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids) + self.tower(x).mean(0)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        self.latest = hidden.detach().mean((0, 1))
+        return hidden.square().mean()
+
+
+def batch(seed: int) -> list[Microbatch]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randn(3 + i % 2, 4, generator=g, dtype=torch.float64) + i,
+            "ids": torch.randint(0, 9, (2, 5), generator=g),
+        }
+        for i in range(4)
+    ]
+
+
+def step(pipe: fxpipe.Pipe, reference: nn.Module, mbs: Sequence[Microbatch]) -> None:
+    held = dict(pipe.model.named_buffers())
+    step_alike(pipe, mbs, reference, 1e-10)
+    for (name, ours), eager in zip(pipe.model.named_buffers(), reference.buffers(), strict=True):
+        assert ours is held[name]
+        torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_buffers_end_as_in_eager() -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    reference = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, batch(0)[0], ranks=1, backend="local")
+    for seed in (1, 2):
+        step(pipe, reference, batch(seed))
+    assert pipe.captured.prefix is not None
+    region = next(name for name in pipe.regions.roles if name != "llm")
+    apart = pipe.reschedule("stage/1f1b", 2, recompute=[region])
+    step(apart, reference, batch(3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(ScheduleError, match=r"tower\.\w+.* one after the other.*stage or ends"):
+        pipe.reschedule("nested/1f1b", 2).step(batch(4))
+    rare = [*batch(5)[:1], {**batch(5)[1], "x": torch.full((3, 4), 101.0).double()}]
+    with pytest.raises(RankError, match=r"tower\.rare is changed for this microbatch"):
+        apart.step(rare)
+    assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
