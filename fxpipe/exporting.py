@@ -23,8 +23,10 @@ from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
 from fxpipe.faithful import Moved, faithful, no_trace_left
 from fxpipe.frames import calling_line, is_torch_code
 from fxpipe.inputs import rebuild
+from fxpipe.outsiders import Outsiders
 from fxpipe.packed import LayoutRead, LayoutReads
 from fxpipe.replaced import write_back
+from fxpipe.state import every_tensor
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
@@ -68,7 +70,8 @@ class WithLoss(nn.Module):
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
         self.moved = Moved()
-        self.layout = LayoutReads()
+        self.layout, self.outsiders = LayoutReads(), Outsiders()
+        self.untraced = every_tensor(model)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:
@@ -86,8 +89,10 @@ class WithLoss(nn.Module):
     def _values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
-        self.layout.begin([*self.model.parameters(), *self.model.buffers()])
-        with faithful(self.model, self.moved), self.layout:
+        state = every_tensor(self.model)
+        self.layout.begin(state)
+        self.outsiders.begin(self.untraced, state)
+        with faithful(self.model, self.moved), self.layout, self.outsiders:
             values = self.reader(self.model(*args, **kwargs))
         write_back(self.model, before)
         return values

@@ -9,9 +9,9 @@ looks at is the one that it was, and that is compared in a few passes over flat 
 import enum
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.state import canonical_names
+from fxpipe.surroundings import Space, Surroundings, content, is_library, surroundings
 from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
 
 Mode = tuple[object, ...]
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6  # of containers and configurations in one another
+_LARGE = 256  # a container outside of the modules that holds more is a cache
 
 
 class Watch:
@@ -49,9 +52,9 @@ class _Seen:
     """Everything that a mode depends on, and the mode.
 
     Plain attributes of every module (`training` is one), containers of such, and objects that hold
-    nothing else, such as a configuration; the same of the function that makes the loss; which
-    modules, hooks and shared tensors there are; and the kind of every parameter and buffer. Other
-    objects are not looked into.
+    nothing else, such as a configuration; the same of the function that makes the loss; what code
+    reads beside (`surroundings`); which modules, hooks and shared tensors there are; and the kind
+    of every parameter and buffer. Other objects are not looked into.
     """
 
     def __init__(self, model: nn.Module, loss_fn: object) -> None:
@@ -60,11 +63,16 @@ class _Seen:
         self._empty: list[object] = []
         self._tensors: list[Tensor] = []
         self._cells: list[types.CellType] = []
+        self._names: list[tuple[Space, Callable[[Any], tuple[object, ...]]]] = []
+        self._classes: list[Space] = []
+        self._called: list[object] = []
         self._known: dict[int, object] = {}
         self._state = [*model.parameters(), *model.buffers()]
         self._own = set(map(id, self._state))
         entries = [(name, *self._module(module)) for name, module in model.named_modules()]
         entries.append(("loss_fn", *self._loss(loss_fn)))
+        classes = {type(module): None for module in (*model.modules(), *_modules(loss_fn))}
+        entries.append(("code", *self._around(surroundings(self._called, classes))))
         self._known.clear()  # ids are good for as long as nothing has changed
         self._sizes = list(map(len, self._dicts))
         self._values = self._now()
@@ -80,7 +88,10 @@ class _Seen:
         """Whether every object is the one that it was, and no tensor was written to."""
         if any(self._empty) or list(map(len, self._dicts)) != self._sizes:
             return False
-        now = self._now()
+        try:
+            now = self._now()
+        except KeyError:  # what code has read is deleted
+            return False
         if len(now) != len(self._values) or not all(map(is_, now, self._values)):
             return False
         versions, kinds = map(written, self._tensors), map(tensor_kind, self._state)
@@ -88,8 +99,10 @@ class _Seen:
 
     def _now(self) -> list[object]:
         inside = chain.from_iterable(map(dict.values, self._dicts))
-        cells = map(_content, self._cells)
-        return [*inside, *chain.from_iterable(self._others), *cells]
+        cells = map(content, self._cells)
+        named = [read(space) for space, read in self._names]
+        classes = map(len, self._classes)
+        return [*inside, *chain.from_iterable(self._others), *cells, *chain(*named), *classes]
 
     def _module(self, module: nn.Module) -> Iterable[object]:
         self._note(vars(module))
@@ -105,21 +118,35 @@ class _Seen:
     def _loss(self, loss_fn: object) -> Iterable[object]:
         """What the loss is made with; tensors of its own are constants of a graph."""
         if not isinstance(loss_fn, nn.Module):
-            return [self._function(loss_fn)]
+            return [self._value(loss_fn, _DEPTH)]
         own = [self._value(t, 0) for t in (*loss_fn.parameters(), *loss_fn.buffers())]
         return [*own, *(tuple(self._module(module)) for module in loss_fn.modules())]
 
-    def _function(self, function: object) -> object:
-        """A function that is no module: with what it is bound to, and what it encloses."""
+    def _function(self, function: Any, depth: int) -> object:
+        """A function that is no module, with what it is bound to; what it reads comes later."""
+        self._called.append(function)
         if isinstance(function, types.MethodType):
-            return self._function(function.__func__), self._value(function.__self__, _DEPTH)
+            return _Same(function.__func__), self._value(function.__self__, depth - 1)
         if isinstance(function, functools.partial):
-            given = self._value([*function.args, function.keywords], _DEPTH)
-            return self._function(function.func), given
-        cells = getattr(function, "__closure__", None) or ()
-        self._cells += cells
-        inside = [self._value(_content(cell), _DEPTH) for cell in cells]
-        return self._value(function, _DEPTH), *inside
+            given = self._value([*function.args, function.keywords], depth)
+            return self._value(function.func, depth - 1), given
+        return _Same(function)
+
+    def _around(self, found: Surroundings) -> Iterator[object]:
+        """What code reads beside modules."""
+        self._cells += found.cells.values()
+        self._classes += map(vars, found.classes)
+        for space, names in found.named():
+            self._names.append((space, _reader(names)))
+            yield names, *(self._outside(space[name]) for name in names)
+        yield from (self._outside(content(cell)) for cell in self._cells)
+        yield from map(self._outside, found.defaults)
+
+    def _outside(self, value: Any) -> object:
+        """Of what is no part of a module: plain values, tensors and small containers of such."""
+        container = type(value) in _CONTAINERS and len(value) <= _LARGE
+        own = isinstance(value, (*_PLAIN, Tensor, types.SimpleNamespace)) or container
+        return self._value(value, _DEPTH) if own or not is_library(value) else _Same(value)
 
     def _note(self, container: Any) -> None:
         """Notice from now on when another object is in a container."""
@@ -137,6 +164,8 @@ class _Seen:
         if isinstance(value, Tensor):
             self._tensors.append(value)
             return _Same(value), written(value)
+        if isinstance(value, _CALLED) and depth > 0:
+            return self._function(value, depth)
         inside = _inside(value)
         if inside is None or not depth or not _is_looked_into(value, depth):
             return _Same(value)
@@ -162,12 +191,14 @@ class _Same:
         return id(self._value)
 
 
-def _content(cell: types.CellType) -> object:
-    """What a function encloses in a cell; one that nothing was put in has no content."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _modules(loss_fn: object) -> Iterator[nn.Module]:
+    return loss_fn.modules() if isinstance(loss_fn, nn.Module) else iter(())
+
+
+def _reader(names: Sequence[str]) -> Callable[[Any], tuple[object, ...]]:
+    """What reads these names in a namespace."""
+    get: Any = itemgetter(*names)
+    return get if len(names) > 1 else lambda space: (get(space),)
 
 
 def _inside(value: object) -> Any:

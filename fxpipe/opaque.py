@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.errors import BatchError
+from fxpipe.errors import BatchError, CaptureError
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import rebuild
+from fxpipe.outsiders import UNOWNED
 from fxpipe.packed import LayoutRead, layout_refusal
 from fxpipe.prefix import Reached, run_until
 from fxpipe.prefix_chance import drawing, generators
@@ -180,6 +181,8 @@ def measured(
     for name, new in changed.buffers.items():
         check_replaced(name, model.get_buffer(name), new)
     form, sources, crossing = taken_apart(reached, leaves)
+    if behind(crossing) - set(names):
+        raise CaptureError(f"before module {boundary}, code {UNOWNED}")
     reach = tuple(frozenset(names[i] for i in behind([v]) if i in names) for v in crossing)
     prefix = Prefix(
         model=model,
@@ -259,7 +262,10 @@ def forward(prefix: Prefix, places: Sequence[int] = ()) -> Callable[..., Any]:
         reason = layout_refusal(prefix.layout, named)
         if reason:
             raise BatchError(reason)
-        more = {own[i] for i in behind(crossing) if i in own} - prefix.trained
+        reached = behind(crossing)
+        if reached - set(own):
+            raise BatchError(f"before module {prefix.boundary}, code {UNOWNED}")
+        more = {own[i] for i in reached} - prefix.trained
         if more:
             raise BatchError(
                 f"parameter {min(more)} is used for this microbatch, and was not for the one that "

@@ -7,6 +7,7 @@ from torch import nn
 
 from fxpipe.dataflow import CUTS_GRADIENT
 from fxpipe.errors import CaptureError
+from fxpipe.outsiders import UNOWNED
 from fxpipe.passes.inline_no_grad import NO_GRAD
 
 if TYPE_CHECKING:
@@ -33,12 +34,8 @@ def refuse_outside(captured: "Captured") -> None:
             continue
         for node in holder.users:
             if node.target not in CUTS_GRADIENT and NO_GRAD not in node.meta:
-                raise CaptureError(
-                    f"{holder.name}, of shape {tuple(constant.shape)}, requires a gradient and is "
-                    f"no parameter of the model, but {node.name} reads it: it would get none. Make "
-                    "it a parameter of the model (also where loss_fn has it: let the model compute "
-                    "its loss), or read it as x.detach()"
-                )
+                what = f"{node.name} ({holder.name}, of shape {tuple(constant.shape)})"
+                raise CaptureError(f"{what} {UNOWNED}")
 
 
 def refuse_hooks(seen: Sequence[str]) -> None:

@@ -83,6 +83,72 @@ def test_tensors_that_would_get_no_gradient_are_refused() -> None:
         pipe.step([(X.clone().requires_grad_(),)])
 
 
+OWNED_BY_NOBODY = nn.Parameter(torch.ones(4))
+
+
+class Aliased(Model):
+    """Reads weights of its layers that it also keeps in a list, and beside its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[0].weight]
+        object.__setattr__(self, "beside", self.layers[1].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return (x @ self.kept[0] + self.beside).square().mean()
+
+
+class Foreign(Model):
+    """Reads a parameter that no module has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * OWNED_BY_NOBODY
+
+
+class Beside(Foreign):
+    """The same, where no gradient would come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = OWNED_BY_NOBODY * 2
+        return (Model.forward(self, x) * scale + OWNED_BY_NOBODY.detach()).square().mean()
+
+
+class ForeignBefore(nn.Module):
+    """Reads it in code that also reads values, which runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = Reading(), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean()
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * OWNED_BY_NOBODY if x.sum().item() < 1e9 else x
+
+
+def test_parameters_read_from_elsewhere_get_their_gradients() -> None:
+    for model in (Aliased(), Beside()):
+        trained_alike(model.double(), [(X.double(),), (2 * X.double(),)], 1e-10, ranks=1)
+
+
+def test_parameters_that_no_module_has_are_refused() -> None:
+    for model, loss_fn in [
+        (Foreign(), squares),
+        (Model(), lambda x: (x * OWNED_BY_NOBODY).mean()),
+        (ForeignBefore(), None),
+    ]:
+        with pytest.raises(CaptureError, match="requires a gradient and is no parameter"):
+            fxpipe.compile(model, (X,), loss_fn=loss_fn, ranks=1, backend="local")
+
+
 class Cropped(nn.Module):
     """An encoder that cuts as much as an argument says: how much crosses, one integer decides."""
 

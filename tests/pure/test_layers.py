@@ -57,6 +57,7 @@ CAPTURE = (
     "frames",
     "trees",
     "packed",
+    "outsiders",
     "inputs",
     "wanted",
     "sizes",
@@ -109,6 +110,7 @@ LEVELS = (
     ("backends", "runtime", "emulator"),
     (
         "",
+        "surroundings",
         "mode",
         "union",
         "copies",
