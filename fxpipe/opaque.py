@@ -181,9 +181,7 @@ def measured(
     for name, new in changed.buffers.items():
         check_replaced(name, model.get_buffer(name), new)
     form, sources, crossing = taken_apart(reached, leaves)
-    if behind(crossing) - set(names):
-        raise CaptureError(f"before module {boundary}, code {UNOWNED}")
-    reach = tuple(frozenset(names[i] for i in behind([v]) if i in names) for v in crossing)
+    reach = tuple(_reach(value, names, boundary) for value in crossing)
     prefix = Prefix(
         model=model,
         boundary=boundary,
@@ -204,6 +202,14 @@ def measured(
         train=train,
     )
     return prefix, crossing
+
+
+def _reach(value: Tensor, names: Mapping[int, str], boundary: str) -> frozenset[str]:
+    """The trained parameters behind a value."""
+    found = behind([value])
+    if found - set(names):
+        raise CaptureError(f"before module {boundary}, code {UNOWNED}")
+    return frozenset(names[i] for i in found)
 
 
 def _size(number: int, leaves: Sequence[Tensor]) -> Size:
@@ -258,23 +264,29 @@ def forward(prefix: Prefix, places: Sequence[int] = ()) -> Callable[..., Any]:
                 f"the arguments of module {prefix.boundary} have the shapes {found}; every other "
                 f"rank expects {list(map(tuple, sizes))}"
             )
-        named = [(f"argument {i} of {prefix.boundary}", v) for i, v in enumerate(crossing)]
-        reason = layout_refusal(prefix.layout, named)
-        if reason:
-            raise BatchError(reason)
-        reached = behind(crossing)
-        if reached - set(own):
-            raise BatchError(f"before module {prefix.boundary}, code {UNOWNED}")
-        more = {own[i] for i in reached} - prefix.trained
-        if more:
-            raise BatchError(
-                f"parameter {min(more)} is used for this microbatch, and was not for the one that "
-                f"was traced: give fxpipe.compile an example that uses it"
-            )
+        _check(prefix, crossing, own)
         results = [value.detach().contiguous() for value in crossing]
         return (*results, *buffers, Saved(crossing, kept.tensors))
 
     return opaque_forward
+
+
+def _check(prefix: Prefix, crossing: Sequence[Tensor], own: Mapping[int, str]) -> None:
+    """Raises BatchError if what crosses owes gradients to others than it did when it was traced, or
+    lies in memory as its graph cannot have it. own: names of the parameters."""
+    named = [(f"argument {i} of {prefix.boundary}", v) for i, v in enumerate(crossing)]
+    reason = layout_refusal(prefix.layout, named)
+    if reason:
+        raise BatchError(reason)
+    reached = behind(crossing)
+    if reached - set(own):
+        raise BatchError(f"before module {prefix.boundary}, code {UNOWNED}")
+    more = {own[i] for i in reached} - prefix.trained
+    if more:
+        raise BatchError(
+            f"parameter {min(more)} is used for this microbatch, and was not for the one that "
+            f"was traced: give fxpipe.compile an example that uses it"
+        )
 
 
 def pull(wanted: Sequence[int]) -> Callable[..., Any]:
