@@ -26,7 +26,8 @@ from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
-from fxpipe.opaque import Prefix, measured
+from fxpipe.opaque import Prefix
+from fxpipe.opaque_run import measured
 from fxpipe.packed import layout_refusal
 from fxpipe.prefix import Suffix
 from fxpipe.python_chance import PYTHON, python_state

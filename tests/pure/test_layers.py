@@ -48,6 +48,7 @@ EXPORT = (
     "prefix_chance",
     "undone",
     "opaque",
+    "opaque_run",
     "dry",
 )
 CAPTURE = (

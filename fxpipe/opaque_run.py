@@ -1,0 +1,102 @@
+"""A prefix, run once to see what it does: what it reads and changes, what crosses, what it costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpipe.errors import CaptureError
+from fxpipe.history import Kept, behind
+from fxpipe.inputs import rebuild
+from fxpipe.opaque import Prefix, Rebuilt, Size, taken_apart
+from fxpipe.outsiders import UNOWNED
+from fxpipe.prefix import run_until
+from fxpipe.prefix_chance import generators
+from fxpipe.replaced import check_replaced
+from fxpipe.state import named_state
+from fxpipe.trees import take_apart
+from fxpipe.undone import undone
+
+
+def measured(
+    model: nn.Module,
+    boundary: str,
+    rebuilt: Rebuilt,
+    leaves: Sequence[Tensor],
+    lines: Sequence[str],
+    train: bool,
+) -> tuple[Prefix, list[Tensor]]:
+    """A prefix, run once without a trace of it, and what crossed."""
+    names = {id(tensor): name for name, tensor in named_state(model, ties=False)}
+    uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
+    with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
+        states = generators(model)
+        reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
+        after = generators(model)
+        draws = tuple(kind for kind in states if not torch.equal(states[kind], after[kind]))
+    for name, new in changed.buffers.items():
+        check_replaced(name, model.get_buffer(name), new)
+    form, sources, crossing = taken_apart(reached, leaves)
+    reach = tuple(_reach(value, names, boundary) for value in crossing)
+    prefix = Prefix(
+        model=model,
+        boundary=boundary,
+        rebuilt=rebuilt,
+        form=form,
+        sources=sources,
+        state=tuple(
+            dict.fromkeys([*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers])
+        ),
+        reach=reach,
+        sizes=tuple(tuple(_size(size, leaves) for size in value.shape) for value in crossing),
+        attributes=tuple(changed.attributes),
+        lines=tuple(dict.fromkeys(lines)),
+        flops=flops.get_total_flops(),
+        bytes=kept.bytes,
+        draws=draws,
+        buffers=tuple(changed.buffers),
+        train=train,
+    )
+    return prefix, crossing
+
+
+def _reach(value: Tensor, names: Mapping[int, str], boundary: str) -> frozenset[str]:
+    """The trained parameters behind a value."""
+    found = behind([value])
+    if found - set(names):
+        raise CaptureError(f"before module {boundary}, code {UNOWNED}")
+    return frozenset(names[i] for i in found)
+
+
+def _size(number: int, leaves: Sequence[Tensor]) -> Size:
+    """What a size may follow from: the first dimension of a leaf as large, if it can vary."""
+    found = (
+        Size(number, leaf, dim)
+        for leaf, tensor in enumerate(leaves)
+        for dim, size in enumerate(tensor.shape)
+        if size == number > 1
+    )
+    return next(found, Size(number))
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which tensors of the model's state are read."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        values, _ = take_apart((args, kwargs))
+        self.found.update((self._names[id(v)], None) for v in values if id(v) in self._names)
+        return func(*args, **(kwargs or {}))
