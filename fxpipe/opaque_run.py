@@ -1,4 +1,4 @@
-"""A prefix, run once to see what it does: what it reads and changes, what crosses, what it costs."""
+"""A prefix, run once: what it reads and changes, what crosses, and what it costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
