@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -94,7 +95,7 @@ class Captured:
         """The nodes of the loss terms; none where the model returned no loss."""
         return self.ends[: len(self.ends) - self.returned.count]
 
-    @property
+    @cached_property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the model's loss."""
         dtype: torch.dtype = self.terms[0].meta["val"].dtype if self.terms else torch.float32

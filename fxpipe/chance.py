@@ -9,7 +9,7 @@ it needs shapes for that, and no data.
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import sympy
@@ -174,7 +174,7 @@ class Stream:
     _states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _done: int = 0
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of devices on which anything is drawn, or seeded."""
         seeded = {"cpu", self.device.type} if self.seeds is not None else set()
@@ -201,6 +201,8 @@ class Stream:
 
     def finish(self) -> None:
         """Leave the generators where eager would."""
+        if not self.kinds:
+            return
         while self._done < len(self.walks):
             self._walk(self._done)
         for kind, state in self._now.items():

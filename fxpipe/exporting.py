@@ -26,7 +26,7 @@ from fxpipe.inputs import rebuild
 from fxpipe.outsiders import Outsiders
 from fxpipe.packed import LayoutRead, LayoutReads
 from fxpipe.replaced import write_back
-from fxpipe.state import every_tensor
+from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
@@ -71,7 +71,7 @@ class WithLoss(nn.Module):
         self.real: Mapping[int, Tensor] | None = None
         self.moved = Moved()
         self.layout, self.outsiders = LayoutReads(), Outsiders()
-        self.untraced = every_tensor(model)
+        self.untraced = [tensor for _, tensor in named_state(model)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.real is None:
@@ -89,7 +89,7 @@ class WithLoss(nn.Module):
     def _values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = rebuild(tensors, *self.rebuild)
         before = dict(self.model.named_buffers())
-        state = every_tensor(self.model)
+        state = [tensor for _, tensor in named_state(self.model)]
         self.layout.begin(state)
         self.outsiders.begin(self.untraced, state)
         with faithful(self.model, self.moved), self.layout, self.outsiders:

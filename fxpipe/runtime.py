@@ -253,11 +253,10 @@ def _write_losses(
 def _losses(table: Table, numbers: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     """[microbatches] of the caller: the stages' losses, added in the order of the stages; one rank
     has each."""
-    slots, count = _losses_of(table), table.microbatches
-    by_rank = zip(*[own[: len(slots)].tolist() for own in numbers], strict=True)
-    found = [sum(ranks) for ranks in by_rank]
+    slots, count = len(_losses_of(table)), table.microbatches
+    by_stage = torch.stack([own[:slots] for own in numbers]).sum(0).view(-1, count)
     losses = torch.empty(count, dtype=torch.float64)
-    losses[list(order)] = losses.new_tensor([sum(found[mb::count]) for mb in range(count)])
+    losses[list(order)] = sum(by_stage[1:], start=by_stage[0])
     return losses
 
 

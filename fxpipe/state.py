@@ -22,12 +22,3 @@ def grad_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of the gradient that autograd would accumulate for it."""
     found: torch.dtype | None = getattr(tensor, "grad_dtype", None)
     return found or tensor.dtype
-
-
-def every_tensor(model: nn.Module) -> list[Tensor]:
-    """What stands in each place that holds a parameter or a buffer, tied ones in each of theirs."""
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    return [tensor for _, tensor in named]
