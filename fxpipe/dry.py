@@ -20,7 +20,7 @@ from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError
 from fxpipe.inputs import contents, rebuild
-from fxpipe.opaque import Prefix, taken_apart
+from fxpipe.opaque import Prefix, kind_of_call, taken_apart
 from fxpipe.packed import memory_order
 from fxpipe.prefix import run_until
 from fxpipe.python_chance import PYTHON, python_left_alone
@@ -35,10 +35,11 @@ _REJECTING = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 @dataclass(frozen=True)
 class Dry:
     """What code does with one microbatch: the shapes of what crosses, and the operators that draw;
-    None where one of them draws as much as its data says."""
+    None where one of them draws as much as its data says; and the kind of the boundary's call."""
 
     shapes: tuple[tuple[int, ...], ...]
     drawn: tuple[Draw, ...] | None
+    call: object
 
 
 _REMEMBERED = 256  # microbatches of a prefix
@@ -67,6 +68,13 @@ def shapes(prefix: Prefix, leaves: Sequence[Tensor]) -> Sequence[tuple[int, ...]
     if dry is not None:
         return dry.shapes
     return [tuple(size(leaves) for size in sizes) for sizes in prefix.sizes]
+
+
+def call_of(prefix: Prefix, leaves: Sequence[Tensor]) -> object:
+    """The kind of the boundary's call, where flags decide it and all ranks can know them; a graph
+    behind the boundary is for one of them. None elsewhere."""
+    dry = dry_run(prefix, leaves) if prefix.flags else None
+    return None if dry is None else dry.call
 
 
 def draw_as_python(prefix: Prefix, leaves: Sequence[Tensor]) -> None:
@@ -111,8 +119,9 @@ def _without_floats(prefix: Prefix, leaves: Sequence[Tensor]) -> Dry:
             reached = run_until(prefix.model, prefix.boundary, args, kwargs, state)
     finally:
         put_back(prefix.model, before)
-    made = tuple(tuple(value.shape) for value in taken_apart(reached, given)[2])
-    return Dry(made, tuple(drawing.found) if drawing.known else None)
+    form, sources, crossing = taken_apart(reached, given)
+    made, call = tuple(tuple(value.shape) for value in crossing), kind_of_call(form, sources)
+    return Dry(made, tuple(drawing.found) if drawing.known else None, call)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]

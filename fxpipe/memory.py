@@ -1,13 +1,19 @@
 """What has been lowered of a model: the pipes of several schedules need not trace it again."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from fxpipe.bind import mismatch, unfit
-from fxpipe.inputs import Microbatch
+from fxpipe.dry import call_of
+from fxpipe.inputs import Ask, Microbatch, flatten
 from fxpipe.lower import Lowered, Seen, moved, restaged
 from fxpipe.mode import Mode
+from fxpipe.opaque import Prefix, kind_of_call
 from fxpipe.passes.anchors import Known
 from fxpipe.scheduler import Scheduler
+from fxpipe.solving import read_by
 from fxpipe.tracer import Tracer
 
 SIZE = 64  # variants
@@ -64,4 +70,28 @@ def fits(lowered: Lowered, microbatch: Microbatch) -> bool:
     captured = lowered.captured
     if mismatch(captured, microbatch) is not None:
         return False
-    return unfit(captured, microbatch, lowered.parts.guards) is None
+    if unfit(captured, microbatch, lowered.parts.guards) is not None:
+        return False
+    return is_called_alike(captured.prefix, [tensor for _, tensor in flatten(microbatch)[0]])
+
+
+def asked(microbatches: Sequence[Microbatch], known: Collection[Lowered]) -> list[Ask]:
+    """Microbatches as they are looked up, by all that decides which of these variants fit."""
+    held = {name for lowered in known for name in read_by(lowered.captured)}
+    prefixes = [low.captured.prefix for low in known if low.captured.prefix is not None]
+    asks = [Ask.of(microbatch, held) for microbatch in microbatches]
+    if not any(prefix.flags for prefix in prefixes):
+        return asks
+    return [ask._replace(key=(ask.key, _calls(prefixes, ask))) for ask in asks]
+
+
+def _calls(prefixes: Sequence[Prefix], ask: Ask) -> tuple[object, ...]:
+    """What each prefix that takes a microbatch would call."""
+    _, fixed, structure = flatten(ask.microbatch)
+    return tuple(call_of(p, ask.tensors) for p in prefixes if p.rebuilt == (structure, fixed))
+
+
+def is_called_alike(prefix: Prefix | None, leaves: Sequence[Tensor]) -> bool:
+    """Whether flags that the model's own code reads lead to the call that was traced."""
+    call = None if prefix is None else call_of(prefix, leaves)
+    return call is None or prefix is None or call == kind_of_call(prefix.form, prefix.sources)

@@ -48,9 +48,9 @@ class Prefix:
     the boundary's arguments; sources: of each tensor among them, the leaf that it is, or None for
     one that crosses; state: what it reads; reach: for each crossing value, the trained parameters
     behind it; attributes: those of modules that it sets; lines: where it reads values; draws: the
-    kinds of generators that it draws from; buffers: those that it changes; layout: where code
-    behind the boundary reads how what crosses lies in memory; dry: what it was found to do with
-    others (`fxpipe.dry`)
+    kinds of generators that it draws from; buffers: those that it changes; flags: whether it
+    reads some; layout: where code behind the boundary reads how what crosses lies in memory; dry:
+    what it was found to do with others (`fxpipe.dry`)
     """
 
     model: nn.Module
@@ -67,6 +67,7 @@ class Prefix:
     bytes: int
     draws: tuple[str, ...]
     buffers: tuple[str, ...]
+    flags: bool
     train: bool
     layout: LayoutRead | None = None
     dry: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -143,6 +144,19 @@ def taken_apart(
     sources = tuple(own.get(id(tensor)) for tensor in tensors)
     crossing = [t for t, source in zip(tensors, sources, strict=True) if source is None]
     return (spec, plain, reached.choices), sources, crossing
+
+
+def kind_of_call(form: Form, sources: tuple[int | None, ...]) -> object:
+    """What a graph behind the boundary cannot do without: its call, whatever numbers are in it, and
+    the flags that may decide later."""
+    spec, plain, choices = form
+    numbers = (int, float, str)
+    kinds = tuple(value[0] if value[0] in numbers else value for value in map(_pair, plain))
+    return spec, kinds, tuple(c for c in choices if isinstance(c, bool)), sources
+
+
+def _pair(value: object) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _comparable(value: object) -> object:

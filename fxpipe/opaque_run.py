@@ -35,8 +35,7 @@ def measured(
     with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
         states = generators(model)
         reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
-        after = generators(model)
-        draws = tuple(kind for kind in states if not torch.equal(states[kind], after[kind]))
+        draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
     for name, new in changed.buffers.items():
         check_replaced(name, model.get_buffer(name), new)
     form, sources, crossing = taken_apart(reached, leaves)
@@ -58,6 +57,7 @@ def measured(
         bytes=kept.bytes,
         draws=draws,
         buffers=tuple(changed.buffers),
+        flags=reached.flags,
         train=train,
     )
     return prefix, crossing

@@ -35,11 +35,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Reached(NamedTuple):
-    """What a boundary is called with; and the flags and floats that code has read which is still
-    running, and may decide by them what it does next."""
+    """What a boundary is called with; the flags and floats that code has read which is still
+    running, and may decide by them what it does next; and whether any flag was read."""
 
     call: Call
     choices: tuple[object, ...]
+    flags: bool
 
 
 class _ReachedError(BaseException):
@@ -86,7 +87,8 @@ def run_until(
     in the trace of what follows. state: by name, other tensors for parameters and buffers."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _ReachedError(Reached((args, kwargs), choices.open()))
+        flags = any(isinstance(value, bool) for _, value in choices.found)
+        raise _ReachedError(Reached((args, kwargs), choices.open(), flags))
 
     choices = _Choices()
     hook = model.get_submodule(boundary).register_forward_pre_hook(

@@ -20,13 +20,13 @@ from fxpipe.boundary import boundaries, record
 from fxpipe.capture import Captured, captured_of, placeholder_name
 from fxpipe.chance import Draw, state_of
 from fxpipe.dataflow import ASIDE
-from fxpipe.dry import draw_as_python
+from fxpipe.dry import call_of, draw_as_python
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.exporting import Traced, export_symbolic
 from fxpipe.faithful import no_trace_left
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
-from fxpipe.opaque import Prefix
+from fxpipe.opaque import Prefix, kind_of_call
 from fxpipe.opaque_run import measured
 from fxpipe.packed import layout_refusal
 from fxpipe.prefix import Suffix
@@ -65,10 +65,11 @@ def capture_opaque(
     failures: list[str] = []
     for boundary in boundaries(recording):
         try:
-            found = _cut_at(model, boundary, microbatch, reader, lines, train)
-            whole = _attached(*found)
+            suffix, prefix = _cut_at(model, boundary, microbatch, reader, lines, train)
+            prefix = replace(prefix, flags=_foretold(prefix, microbatch))
+            whole = _attached(suffix, prefix)
             for other in (microbatch, *others):
-                try_out(whole, found[0], reader, other)
+                try_out(whole, suffix, reader, other)
             return whole
         except Exception as error:
             failures.append(f"at {boundary}: {' '.join(str(error).split())[:300]}")
@@ -77,6 +78,12 @@ def capture_opaque(
         f"can begin a graph ({'; '.join(failures) or 'none holds blocks'}). Read them in a module "
         "of its own, before the blocks, and pass its results on as arguments"
     )
+
+
+def _foretold(prefix: Prefix, microbatch: Microbatch) -> bool:
+    """Whether the flags that it reads follow from integers, so that every rank can know them."""
+    leaves = [tensor for _, tensor in flatten(microbatch)[0]]
+    return call_of(prefix, leaves) == kind_of_call(prefix.form, prefix.sources)
 
 
 def _cut_at(

@@ -21,14 +21,13 @@ from fxpipe.costs import Costs
 from fxpipe.device import Device
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.holding import Holding
-from fxpipe.inputs import Ask, Microbatch, refuse_gradients
+from fxpipe.inputs import Microbatch, refuse_gradients
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
-from fxpipe.memory import Memory, fits
+from fxpipe.memory import Memory, asked, fits
 from fxpipe.mode import Mode, Watch, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
-from fxpipe.solving import read_by
 from fxpipe.state import canonical_names, named_state
 from fxpipe.tracer import Tracer
 from fxpipe.union import Union, union
@@ -157,15 +156,15 @@ class Variants:
     def fit_all(self, microbatches: Sequence[Microbatch], what: Sequence[str]) -> list[Fit]:
         """The variant of each; of new ones, that with the most arguments is traced first, since it
         shows the most regions. Variants that were not used for long are let go."""
-        asks = self._asks(microbatches)
+        asks = asked(microbatches, self.all.values())
         if self._forward is None:
             refuse_gradients(asks, what)
         while missing := [i for i, ask in enumerate(asks) if ask.key not in self._fits]:
             for i in sorted(missing, key=lambda i: -len(asks[i].tensors)):
                 number = self._number(microbatches[i], what[i])
-                (ask,) = self._asks([microbatches[i]])  # now that all is known that it depends on
+                (ask,) = asked([microbatches[i]], self.all.values())  # by all that is known now
                 self._fits[ask.key] = number, Sizes(self.all[number].captured, ask.tensors)
-            asks = self._asks(microbatches)
+            asks = asked(microbatches, self.all.values())
         for key in {ask.key for ask in asks}:
             self._fits[key] = self._fits.pop(key)  # the last one used is the last one dropped
         fits, where = [], (self.device, self.state)
@@ -175,10 +174,6 @@ class Variants:
             fits.append(Fit(number, sizes, ask.tensors))
         self._let_go({fit.number for fit in fits})
         return fits
-
-    def _asks(self, microbatches: Sequence[Microbatch]) -> list[Ask]:
-        held = {name for known in self.all.values() for name in read_by(known.captured)}
-        return [Ask.of(microbatch, held) for microbatch in microbatches]
 
     def _let_go(self, needed: Collection[int]) -> None:
         """Drop the variants, and the sets of shapes, that were not used for longest."""

@@ -17,13 +17,12 @@ WIDTH, SLOT = 6, 8
 class Packed(nn.Module):
     """Patches that are padding are dropped before the encoder; the rest is packed into the text."""
 
-    def __init__(self, by_activation: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.patch = nn.Linear(4, WIDTH)
         self.vision = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.by_activation = by_activation
 
     def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
         real = pixels.flatten(0, 1)
@@ -31,10 +30,7 @@ class Packed(nn.Module):
         seen = self.patch(real)
         for block in self.vision:
             seen = seen + block(seen).tanh()
-        if self.by_activation:
-            seen = seen[seen.sum(-1) > 0]
-        else:
-            seen = seen * (torch.arange(seen.shape[0], dtype=seen.dtype) / seen.shape[0])[:, None]
+        seen = seen * (torch.arange(seen.shape[0], dtype=seen.dtype) / seen.shape[0])[:, None]
         count = (ids == SLOT).sum().item()
         torch._check(count == seen.shape[0])
         text = self.embed(ids)
@@ -71,6 +67,25 @@ def test_packed_patches(schedule: str) -> None:
         pipe.step([batch[0], broken, batch[1]])
 
 
+class Picky(nn.Module):
+    """An encoder that drops the features that it does not like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
+        for block in self.vision:
+            pixels = block(pixels).tanh()
+        x = torch.cat([pixels[pixels.sum(-1) > 0], self.embed(ids)])
+        for layer in self.layers:
+            x = layer(x).tanh().cumsum(0)
+        return x.square().mean()
+
+
 def test_sizes_that_activations_decide_do_not_cross() -> None:
+    example = {"ids": torch.arange(5), "pixels": torch.randn(6, 4)}
     with pytest.raises(StageError, match="weights or activations decide"):
-        fxpipe.compile(Packed(by_activation=True).double(), microbatch(3, 2), ranks=2)
+        fxpipe.compile(Picky(), example, ranks=2)
