@@ -11,8 +11,6 @@ import fxpipe
 from fxpipe import errors
 from tests import models
 
-pytestmark = pytest.mark.slow
-
 WIDTH = 4
 RUNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("nested/1f1b", 2, ()),

@@ -14,14 +14,13 @@ from fxpipe.inputs import contents
 from tests.eager import trained_alike
 from tests.grids import GridModel, grids
 
-pytestmark = pytest.mark.slow
-
 
 def against_eager(model: nn.Module, batch: Sequence[Any], **how: Any) -> fxpipe.Pipe:
     """A step has the losses and the gradients of eager."""
     return trained_alike(model, batch, 1e-5, ranks=2, **how)
 
 
+@pytest.mark.slow
 def test_values_that_repeat() -> None:
     """One graph serves other floats and other texts; it holds for the grid alone."""
     torch.manual_seed(0)

@@ -9,8 +9,6 @@ import fxpipe
 from fxpipe.errors import BatchError, StageError
 from tests.eager import trained_alike
 
-pytestmark = pytest.mark.slow
-
 WIDTH, SLOT = 6, 8
 
 

@@ -14,8 +14,6 @@ from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.trees import take_apart
 from tests import models
 
-pytestmark = pytest.mark.slow
-
 
 def same(ours: Any, eager: Any) -> None:
     """Equal structures, and equal leaves."""

@@ -8,8 +8,6 @@ import fxpipe
 from fxpipe.errors import StageError
 from tests.eager import trained_alike
 
-pytestmark = pytest.mark.slow
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -17,8 +17,6 @@ from fxpipe.backends.wire import _message, pack, unpack
 from fxpipe.errors import BatchError, CaptureError
 from tests.eager import trained_alike
 
-pytestmark = pytest.mark.slow
-
 Body = Callable[["Model", Tensor], Tensor]
 
 

@@ -1,6 +1,5 @@
 """Regions of architectures as a person would draw them."""
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -10,8 +9,6 @@ from fxpipe.dataflow import path
 from fxpipe.inputs import flatten
 from fxpipe.passes.regions import find_regions
 from fxpipe.solving import solve
-
-pytestmark = pytest.mark.slow
 
 WIDTH = 8
 

@@ -11,8 +11,6 @@ import fxpipe
 from fxpipe.errors import CaptureError
 from tests.eager import trained_alike
 
-pytestmark = pytest.mark.slow
-
 
 class Straight(torch.autograd.Function):
     """Rounds, and lets gradients pass."""

@@ -13,8 +13,6 @@ from fxpipe.inputs import Microbatch
 from tests.eager import step_alike
 from tests.grids import GridModel, grids
 
-pytestmark = pytest.mark.slow
-
 SIZES = [[(2, 4), (4, 2)], [(4, 4), (2, 2)], [(2, 2)] * 3, [(2, 2)] * 5 + [(4, 2)], [(8, 8)]]
 
 
@@ -55,6 +53,7 @@ def test_recompute(deep: fxpipe.Pipe) -> None:
     step(deep.reschedule("upfront/1f1b", recompute=[region]), grids(SIZES[:3], text=6, seed=2))
 
 
+@pytest.mark.slow
 def test_reschedule_goes_on(deep: fxpipe.Pipe) -> None:
     """What was read before counts for a pipe of another schedule, and values for its evaluation."""
     batch = grids(SIZES[:3], text=6, seed=3)

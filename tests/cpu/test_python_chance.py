@@ -13,8 +13,6 @@ from fxpipe.errors import CaptureError, RankError
 from fxpipe.python_chance import python_left_alone, python_state, set_python_state
 from tests.eager import step_alike
 
-pytestmark = pytest.mark.slow
-
 
 class Encoder(nn.Module):
     """As many draws as numbers in `counts`, each of which decides what is done; then blocks, more
@@ -134,6 +132,7 @@ def test_steps_go_on_where_eager_goes_on(schedule: str, ranks: int) -> None:
             torch.optim.SGD(trained.parameters(), lr=0.1).step()
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_no_placement() -> None:
     found = []
     for schedule in ("nested/1f1b", "stage/1f1b", "transpose/1f1b"):

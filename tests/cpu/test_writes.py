@@ -10,8 +10,6 @@ import fxpipe
 from fxpipe.errors import CaptureError
 from tests.eager import trained_alike
 
-pytestmark = pytest.mark.slow
-
 Body = Callable[[Tensor, Tensor], Tensor]
 
 
