@@ -51,7 +51,9 @@ class Given:
         """Whether one rank runs all microbatches of an encoder, one after the other."""
         return all(stage.rank is not None for stage in self.given.cut.stages)
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
         """Where its stages live."""
         cut = self.given.cut
         found = {region.name: region.role for region in cut.regions}
@@ -107,7 +109,9 @@ class Actions:
         """As many as it runs."""
         return 1 + max((int(found[2]) for found in _ACTION.finditer(self.text)), default=-1)
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
         """Where its stages live: an encoder or a generator has one, the backbone the others."""
         if ranks != self.ranks:
             raise ScheduleError(f"the actions are for {self.ranks} ranks; there are {ranks}")

@@ -185,7 +185,10 @@ def _staged(
 def _plan(regions: Regions, scheduler: Scheduler, ranks: int, seen: Seen) -> Plan:
     """Where the regions of all variants live."""
     known = together(seen.regions, regions.anchors)
-    return scheduler.plan(ranks, {name: anchor.role for name, anchor in known.items()})
+    roles, others = (
+        {name: anchor.role for name, anchor in found.items()} for found in (known, seen.names)
+    )
+    return scheduler.plan(ranks, roles, others)  # a pipe before this one may have met more paths
 
 
 def _same_stages(lowered: Lowered, plan: Plan, seen: Seen) -> bool:

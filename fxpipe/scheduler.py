@@ -77,8 +77,11 @@ class Scheduler(Protocol):
         """Whether one rank runs all microbatches of an encoder, one after the other."""
         ...
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
-        """Where the regions live. Raises ScheduleError."""
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
+        """Where the regions live. others: those that have not come yet, but are known to be. Raises
+        ScheduleError."""
         ...
 
     def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
@@ -122,17 +125,21 @@ class Named:
         """Whether one rank runs all microbatches of an encoder, one after the other."""
         return Schedule.parse(self.schedule).placement not in REPLICATED
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
         """Where the schedule wants these regions to live."""
-        named = {role: [n for n, r in roles.items() if r is role] for role in Role}
-        encoders, generators = named[Role.ENCODER], named[Role.GENERATOR]
-        unknown = [name for name in self.options.sharded if name not in encoders + generators]
+        known = [n for n, r in {**roles, **(others or {})}.items() if r is not Role.BACKBONE]
+        unknown = [name for name in self.options.sharded if name not in known]
         if unknown:
             raise ScheduleError(
                 f"sharded names {unknown[0]!r}; the encoders and generators of this model are "
-                f"{', '.join(encoders + generators) or 'none'}"
+                f"{', '.join(known) or 'none'}. One that only some microbatches have is known from "
+                "an example of these: pass a list of examples"
             )
-        chunks, sharded = self.options.chunks, self.options.sharded
+        named = {role: [n for n, r in roles.items() if r is role] for role in Role}
+        encoders, generators = named[Role.ENCODER], named[Role.GENERATOR]
+        chunks, sharded = self.options.chunks, [n for n in self.options.sharded if n in roles]
         return layout(self.schedule, ranks, encoders, generators, chunks=chunks, sharded=sharded)
 
     def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
@@ -175,9 +182,11 @@ class Forward:
         """Whether one rank runs all microbatches of an encoder, one after the other."""
         return self.base.in_order
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
         """Where the other scheduler has the regions."""
-        return self.base.plan(ranks, roles)
+        return self.base.plan(ranks, roles, others)
 
     def table(self, cut: Cut, microbatches: int, reckon: Reckon | None = None) -> Table:
         """Every F of the cut, microbatch after microbatch."""

@@ -47,7 +47,9 @@ class AnyOrder:
     in_order: bool = False
     seed: int = 0
 
-    def plan(self, ranks: int, roles: Mapping[str, Role]) -> Plan:
+    def plan(
+        self, ranks: int, roles: Mapping[str, Role], others: Mapping[str, Role] | None = None
+    ) -> Plan:
         """As given; a region that is not named is replicated."""
         others = [name for name, role in roles.items() if role is not Role.BACKBONE]
         home: dict[str, Home] = {name: self.home.get(name) for name in others}

@@ -86,6 +86,15 @@ def test_recompute_of_regions_that_come_later(
     assert again == {"vision", "generator"}
 
 
+def test_a_region_that_comes_later_may_be_sharded(
+    pipe: fxpipe.Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipe, "_example", microbatch(PATHS[0]))
+    later = pipe.reschedule("nested/1f1b", sharded=["vision"])
+    check(later, MIXED)
+    assert [stage.rank for stage in later.cut.stages if stage.region == "vision"] == [0, 1]
+
+
 def test_weight_zero_for_what_has_no_counted_token(pipe: fxpipe.Pipe) -> None:
     empty = microbatch(("labels",))
     empty["labels"] = torch.full_like(empty["labels"], -100)
