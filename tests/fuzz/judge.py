@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tests.fuzz.spec import Run, Spec
 RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
     "right", "refused", "wrong", "crash", "hang", "invalid"
 )  # fmt: skip
+SEED = 7  # before eager's run, and before each step
 ROUNDED = {"save_half": 3e-2, "save_single": 1e-5}
 
 
@@ -66,7 +67,7 @@ def judge(spec: Spec, seconds: int = 60) -> Verdict:
         return Verdict(INVALID, type(error).__name__, str(error))
     try:
         with _limit(seconds):
-            _compare(spec, *expected)
+            _compare(spec, expected)
     except _MismatchError as wrong:
         return Verdict(WRONG, _kind(str(wrong)), str(wrong))
     except RankError as error:
@@ -98,9 +99,18 @@ def _weights(run: Run, count: int) -> list[float]:
 Grads = dict[str, Tensor | None]
 
 
-def _eager(spec: Spec) -> tuple[list[Tensor], list[Grads], Model]:
-    """Losses, and for each microbatch the gradients of its own loss."""
+class _Eager(NamedTuple):
+    """Losses, for each microbatch the gradients of its own loss, and what the run leaves behind."""
+
+    losses: list[Tensor]
+    grads: list[Grads]
+    model: Model
+    random: Tensor
+
+
+def _eager(spec: Spec) -> _Eager:
     model, losses, grads = build(spec), [], []
+    torch.manual_seed(SEED)
     for mb in batch(spec):
         model.zero_grad()
         loss = _loss(model(**mb))
@@ -112,16 +122,16 @@ def _eager(spec: Spec) -> tuple[list[Tensor], list[Grads], Model]:
             raise ValueError("a gradient is not finite")
         losses.append(loss.detach())
         grads.append(found)
-    return losses, grads, model
+    return _Eager(losses, grads, model, torch.get_rng_state())
 
 
-def _compare(spec: Spec, losses: Sequence[Tensor], grads: Sequence[Grads], eager: Model) -> None:
+def _compare(spec: Spec, eager: _Eager) -> None:
     model, mbs = build(spec), batch(spec)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     loss_fn = (lambda output: output["loss"]) if spec.output == "dict" else None
     first, pipe = spec.runs[0], None
     regions = {"llm": [model.backbone]} | {n: [n] for n in model.encoders + model.generators}
     for run in spec.runs:
-        random = torch.get_rng_state()
         if pipe is None:
             pipe = fxpipe.compile(
                 model, mbs[0], schedule=first.schedule, ranks=first.ranks, backend="local",
@@ -131,15 +141,17 @@ def _compare(spec: Spec, losses: Sequence[Tensor], grads: Sequence[Grads], eager
         if run is not first or names:
             pipe = pipe.reschedule(run.schedule, run.ranks, recompute=tuple(names))
         model.zero_grad()
+        model.load_state_dict(before)
         weights = _weights(run, len(mbs))
         order = list(reversed(range(len(mbs)))) if run.reverse else None
+        torch.manual_seed(SEED)
         result = pipe.step(mbs, weights if run.weighted else None, order)
-        if not torch.equal(random, torch.get_rng_state()):
-            raise _MismatchError("the random generator was used")
-        _check(spec, run, (result.losses, losses), model, _sum(grads, weights))
-    for name, value in eager.state_dict().items():
-        if not torch.equal(value, model.state_dict()[name]):
-            raise _MismatchError(f"state {name} has changed")
+        if not torch.equal(eager.random, torch.get_rng_state()):
+            raise _MismatchError(f"the random generator is not where eager leaves it in {run}")
+        _check(spec, run, (result.losses, eager.losses), model, _sum(eager.grads, weights))
+        for name, value in eager.model.state_dict().items():
+            if not torch.allclose(value, model.state_dict()[name], rtol=1e-9, atol=1e-9):
+                raise _MismatchError(f"state {name} is another in {run}")
 
 
 def _sum(grads: Sequence[Grads], weights: Sequence[float]) -> Grads:

@@ -137,12 +137,13 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor, **more: Any) -> Any:
         c = Shared(self, ids, more["flag"], more["number"])
         images, noises = _listed(more, "images"), _listed(more, "noises")
+        encoders = self.spec.encoders[: len(images)]  # none where there is text alone
         features = [
             self._part(name)(image, c, encoder.join == "deep")
-            for name, image, encoder in zip(self.encoders, images, self.spec.encoders, strict=True)
+            for name, image, encoder in zip(self.encoders, images, encoders, strict=False)
         ]
         x = self.embed(ids)
-        for made, encoder in zip(features, self.spec.encoders, strict=True):
+        for made, encoder in zip(features, encoders, strict=True):
             x = _joined(x, made, encoder, c)
         c.region, c.epoch = "llm", 0
         x = self.before(x, c)
@@ -269,10 +270,10 @@ def _microbatch(spec: Spec, sizes: Sizes, g: torch.Generator) -> dict[str, Any]:
 
     length = sizes.length + sizes.patches
     ids = torch.randint(0, MARK, (sizes.samples, length), generator=g)
-    ids[:, : sizes.patches] = MARK
+    ids[:, : 0 if sizes.text else sizes.patches] = MARK
     labels = torch.randint(0, VOCABULARY, (sizes.samples, length), generator=g)
     made = {"ids": ids, "labels": labels, "flag": sizes.flag, "number": sizes.number}
-    images = [floats(sizes.patches) for _ in spec.encoders]
+    images = [] if sizes.text else [floats(sizes.patches) for _ in spec.encoders]
     noises = [floats(sizes.patches + 1) for _ in spec.generators]
     return made | _given(spec.inputs, "images", images) | _given(spec.inputs, "noises", noises)
 

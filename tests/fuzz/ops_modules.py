@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.ops import WIDTH, op, square
+from tests.fuzz.ops import WIDTH, op, square, wide
 
 
 @torch.library.custom_op("fxpipe_fuzz::cube", mutates_args=())
@@ -128,3 +128,33 @@ def activations(own: Any, x: Tensor, c: Any) -> Tensor:
 @op(d=lambda: nn.ParameterDict({"a b": torch.ones(WIDTH), "class": torch.zeros(WIDTH)}))
 def named(own: Any, x: Tensor, c: Any) -> Tensor:
     return x * own.d["a b"] + own.d["class"]
+
+
+@op(m=lambda: nn.Dropout(0.5))
+def dropout(own: Any, x: Tensor, c: Any) -> Tensor:
+    return own.m(x) + x
+
+
+@op(w=square)
+def noisy(own: Any, x: Tensor, c: Any) -> Tensor:
+    return x + own.w(torch.randn_like(x)) * torch.rand(x.shape[1], 1, dtype=x.dtype)
+
+
+@op(qkv=wide)
+def sdpa_dropout(own: Any, x: Tensor, c: Any) -> Tensor:
+    q, k, v = own.qkv(x).unsqueeze(1).chunk(3, -1)
+    return x + nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.25).squeeze(1)
+
+
+@op(m=lambda: nn.BatchNorm1d(WIDTH))
+def batch_norm_running(own: Any, x: Tensor, c: Any) -> Tensor:
+    return own.m(x.transpose(1, 2)).transpose(1, 2)
+
+
+@op(w=square, mean=lambda: torch.zeros(WIDTH, dtype=torch.float64))
+def moving_mean(own: Any, x: Tensor, c: Any) -> Tensor:
+    """A buffer that follows what passes by, and that nothing reads."""
+    made = own.w(x)
+    with torch.no_grad():
+        own.mean.mul_(0.9).add_(made.detach().mean((0, 1)), alpha=0.1)
+    return x + made

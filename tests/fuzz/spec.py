@@ -34,13 +34,15 @@ class Generator:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Sizes and Python values of one microbatch; patches: of each encoder, and of each target."""
+    """Sizes and Python values of one microbatch; patches: of each encoder, and of each target;
+    text: it has no images at all."""
 
     samples: int = 2
     length: int = 3
     patches: int = 2
     flag: bool = True
     number: float = 0.5
+    text: bool = False
 
 
 @dataclass(frozen=True)
