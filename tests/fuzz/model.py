@@ -180,11 +180,9 @@ class Model(nn.Module):
 
 def _listed(more: dict[str, Any], name: str) -> list[Tensor]:
     """A list of tensors that is given as one, or as an argument for each, or not at all."""
-    given = more.get(name)
-    if isinstance(given, dict):
-        return list(given.values())
-    if given is not None:
-        return list(given)
+    if name in more:
+        given = more[name] or []
+        return list(given.values() if isinstance(given, dict) else given)
     return [value for key, value in more.items() if key.startswith(name)]
 
 
