@@ -4,7 +4,7 @@ An op is (kind, stage, microbatch); a row is what a rank runs, in order. Stage 0
 needs no gradient. Transfers take no time, an op takes one unit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fxpipe.skeletons import base, homes, pattern_rows
 
@@ -26,8 +26,9 @@ def ranks_of(rows: Rows) -> dict[int, int]:
     return {stage: rank for rank, row in enumerate(rows) for _, stage, _ in row}
 
 
-def makespan(rows: Rows, *, fused: bool) -> float:
-    """Units from the first op to the last. fused: a gradient leaves only after the next W."""
+def makespan(rows: Rows, *, fused: bool, takes: Callable[[Op], float] = lambda op: 1.0) -> float:
+    """From the first op to the last. fused: a gradient leaves only after the next W. takes: how
+    long an op is; one unit each, by default."""
     ends: dict[Op, float] = {}
     stages = len(ranks_of(rows))
     clock, done = [0.0] * len(rows), [0] * len(rows)
@@ -39,7 +40,7 @@ def makespan(rows: Rows, *, fused: bool) -> float:
                 wanted = list(needs(op, stages, fused))
                 if not all(need in ends for need in wanted):
                     break
-                clock[rank] = max([clock[rank], *(ends[need] for need in wanted)]) + 1.0
+                clock[rank] = max([clock[rank], *(ends[need] for need in wanted)]) + takes(op)
                 ends[op] = clock[rank]
                 done[rank] += 1
         if sum(done) == before:

@@ -1,0 +1,61 @@
+"""fxpipe on the model of `benchmarks.real`, each schedule laid out by what its ops have taken."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.real_model import Microbatch, Omni
+from benchmarks.real_runners import Runner
+from fxpipe import Pipe, compile
+from fxpipe.costmodel import observed
+from fxpipe.costs import Costs
+from fxpipe.cut import Kind
+
+# Schedules by their names here, and what else `compile` is told.
+SCHEDULES: Mapping[str, dict[str, Any]] = {
+    "nested/1f1b": {},
+    "nested/zb-h1": {},
+    "nested/interleaved": {},
+    "nested/zb-v": {},
+    "auto": {},
+}
+QUICK = ("nested/zb-h1", "auto")
+_STEPS = 5
+
+
+def compiled(model: Omni, data: Sequence[Microbatch], engine: str = "aten") -> Pipe:
+    """The plain model, traced once for every schedule."""
+    example = sorted(data, key=lambda mb: mb["images"].shape[0])[len(data) // 2]
+    return compile(model, example, schedule="nested/1f1b", backend="gloo", engine=engine)
+
+
+def runner(name: str, pipe: Pipe, data: Sequence[Microbatch], called: str | None = None) -> Runner:
+    """A schedule, derived once more with the seconds that its ops took."""
+    options = SCHEDULES[name]
+    first = pipe.reschedule(name, **options)
+    costs = measured(first, data)
+    chosen = first.reschedule(name, costs=costs, **options)
+
+    def step() -> Tensor:
+        return chosen.step(data).loss
+
+    return Runner(f"fxpipe {called or name}", step, list(chosen.parameters()))
+
+
+def measured(pipe: Pipe, data: Sequence[Microbatch]) -> Costs:
+    """Seconds of each op of each microbatch, medians of some steps; the same on every rank."""
+    pipe.step(data)
+    found = []
+    for _ in range(_STEPS):
+        pipe.step(data)
+        found.append(observed(pipe.timeline))
+    keys = found[0].seconds
+    return replace(found[0], seconds={key: _median(found, key) for key in keys})
+
+
+def _median(found: Sequence[Costs], key: tuple[str, Kind]) -> tuple[float, ...]:
+    steps: list[Any] = [costs.seconds[key] for costs in found]
+    return tuple(median(of) for of in zip(*steps, strict=True))

@@ -1,0 +1,100 @@
+"""What `benchmarks.real` prints and draws, and its bars."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median, quantiles, stdev
+
+from benchmarks.real_engines import Times
+
+Found = Mapping[tuple[str, str], Sequence[float]]
+EVEN, BALANCED, QUICK = 1.3, 1.1, 0.9  # of torch's seconds over fxpipe's
+
+
+def report(
+    seconds: Found, memory: Found, engines: Mapping[str, Times], *, quick: bool
+) -> tuple[str, bool]:
+    """The tables, and whether every bar is reached."""
+    lines = ["| microbatches | runner | step, mean ± sd | median | over fxpipe's best | peak |"]
+    lines.append("|---|---|---|---|---|---|")
+    reached = True
+    for kind in dict.fromkeys(kind for kind, _ in seconds):
+        own = {name: found for (of, name), found in seconds.items() if of == kind}
+        best = min(
+            (name for name in own if name.startswith("fxpipe")), key=lambda n: median(own[n])
+        )
+        for name, found in own.items():
+            low, middle, high = _ratio(found, own[best])
+            cells = [kind, name, f"{1e3 * fmean(found):.0f} ± {1e3 * stdev(found):.0f} ms"]
+            cells += [f"{1e3 * median(found):.0f} ms", f"{middle:.2f} ({low:.2f}, {high:.2f})"]
+            grown = memory.get((kind, name))
+            cells.append(" ".join(f"{x:.0f}" for x in grown) + " MiB" if grown else "")
+            lines.append(f"| {' | '.join(cells)} |")
+        for text, good in _bars(kind, best, own, memory, quick=quick):
+            lines.append(f"{kind}: {text}: {'reached' if good else 'MISSED'}")
+            reached &= good
+    for text, good in _engine_bars(engines):
+        lines.append(f"{text}: {'reached' if good else 'MISSED'}")
+        reached &= good
+    return "\n".join(lines), reached
+
+
+def _ratio(found: Sequence[float], best: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles and median of the ratios round by round."""
+    low, middle, high = quantiles([a / b for a, b in zip(found, best, strict=True)], n=4)
+    return low, middle, high
+
+
+def _bars(
+    kind: str, best: str, own: Mapping[str, Sequence[float]], memory: Found, *, quick: bool
+) -> list[tuple[str, bool]]:
+    """What is asked of a workload, and whether it is so."""
+    ours, bars = median(own[best]), []
+    for form, bar in (("even", EVEN), ("balanced", BALANCED if kind == "varying" else 1.0)):
+        names = [name for name in own if name.startswith("torch") and name.endswith(form)]
+        name = min(names, key=lambda n: median(own[n]))
+        times, wanted = median(own[name]) / ours, QUICK if quick else bar
+        bars.append((f"{best} {times:.2f} × {name}, bar {wanted}", times >= wanted))
+    if memory:
+        theirs = [name for (of, name) in memory if of == kind and name.startswith("torch")]
+        least = min(max(memory[kind, name]) for name in theirs)
+        mine = max(memory[kind, best])
+        bars.append((f"peak {mine:.0f} MiB, the least of torch's {least:.0f}", mine <= least))
+    return bars
+
+
+def _engine_bars(engines: Mapping[str, Times]) -> list[tuple[str, bool]]:
+    if not engines:
+        return []
+    bars = []
+    for region, (forward, backward) in engines["eager"].items():
+        ours = engines["aten"][region]
+        ratio = sum(ours) / (forward + backward)
+        text = f"aten on {region}: {1e3 * ours[0]:.1f} + {1e3 * ours[1]:.1f} ms, eager "
+        text += f"{1e3 * forward:.1f} + {1e3 * backward:.1f} ms, ratio {ratio:.3f}, bar 1"
+        bars.append((text, ratio <= 1.0))
+    return bars
+
+
+def plot(path: Path, seconds: Found, memory: Found) -> None:
+    """Steps of every runner, and what they hold at most."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = list(dict.fromkeys(kind for kind, _ in seconds))
+    figure, axes = pyplot.subplots(
+        len(kinds), 2, figsize=(12, 4 * len(kinds)), layout="constrained", squeeze=False
+    )
+    for (left, right), kind in zip(axes, kinds, strict=True):
+        names = sorted((n for k, n in seconds if k == kind), key=lambda n: median(seconds[kind, n]))
+        colours = ["C0" if name.startswith("fxpipe") else "C7" for name in names]
+        left.boxplot([[1e3 * x for x in seconds[kind, n]] for n in names], orientation="horizontal")
+        left.set_yticks(range(1, 1 + len(names)), names, fontsize=8)
+        left.set_title(f"images {kind}: ms of a step", fontsize=10)
+        held = [max(memory.get((kind, name), [0.0])) for name in names]
+        right.barh(range(1, 1 + len(names)), held, color=colours)
+        right.set_yticks([])
+        right.set_title("MiB at the peak, of the worst rank", fontsize=10)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
