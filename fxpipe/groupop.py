@@ -10,8 +10,9 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from fxpipe.accumulation import Grads
 from fxpipe.cut import Cut
-from fxpipe.stageop import Grads, Running, Variants
+from fxpipe.stageop import Running, Variants
 from fxpipe.state import grad_dtype
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.accumulation import Grads
 from fxpipe.backends import Backend, LostError, Transport
 from fxpipe.bind import Bound
 from fxpipe.changes import Changes
@@ -24,7 +25,6 @@ from fxpipe.errors import RankError
 from fxpipe.meter import Kept, Meter
 from fxpipe.passes.reorder import reorder
 from fxpipe.program import Program
-from fxpipe.stageop import Grads
 from fxpipe.streams import held, stream_of
 from fxpipe.table import Table
 from fxpipe.timeline import Peak, Span, Timeline

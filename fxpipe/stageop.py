@@ -11,20 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from fxpipe.accumulation import Grads, accumulate, owned
 from fxpipe.copying import Ends
 from fxpipe.cut import Cut, Kind
 from fxpipe.errors import BackendError
-from fxpipe.state import grad_dtype
+from fxpipe.passes.bindings import bindings
 
 if TYPE_CHECKING:
     from fxpipe.bind import Bound
     from fxpipe.joint import StageGraphs
 
-Grads = dict[str, Tensor]
 Graphs = Callable[..., Any]
 Variants = Sequence[Mapping[str, "StageGraphs"]]
 Places = tuple[int | None, ...] | None
@@ -66,10 +67,18 @@ class Running(Protocol):
 
 
 def engine(graph: Graphs, name: str) -> Graphs:
-    """What runs a graph of a stage: the graph itself, or what inductor compiles it to."""
-    if name == "aten":
+    """What runs a graph of a stage: its operators, one by one, or what inductor compiles it to. An
+    opaque stage is no graph."""
+    if name == "inductor":
+        return partial(_unboxed, torch.compile(graph, dynamic=True))
+    if not isinstance(graph, fx.GraphModule):
         return getattr(graph, "forward", graph)
-    return partial(_unboxed, torch.compile(graph, dynamic=True))
+    if graph not in _BOUND:
+        _BOUND[graph] = bindings(graph)
+    return _BOUND[graph].forward
+
+
+_BOUND: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
 
 def _unboxed(compiled: Graphs, state: object, feed: object, kept: Any, *rest: object) -> Any:
@@ -219,7 +228,13 @@ class StageOp(nn.Module):
             wanted = placed(wanted, self._places(mb, graphs)[0])
         found = self._call(mb, graphs)(state, mb.feed(graphs), kept, wanted, mb.weight)
         new = dict(zip(graphs.trained, found, strict=True))
-        return accumulate(grads or {}, new, self._state)
+        return accumulate(grads or {}, new, self._state, () if grads else self._own(graphs))
+
+    def _own(self, graphs: "StageGraphs") -> set[str]:
+        """The parameters whose gradients lie in memory of their own. A compiler may give two equal
+        results as one."""
+        alone = owned(graphs.W) if self._engine == "aten" else ()
+        return {name for name, own in zip(graphs.trained, alone, strict=False) if own}
 
 
 class Later(NamedTuple):
@@ -255,21 +270,3 @@ def places(wanted: tuple[str, ...], among: tuple[str, ...]) -> Places:
 def placed(bundles: Sequence[Any], at: Places) -> Sequence[Any]:
     """The bundles at these places; where there is none, nothing crosses."""
     return bundles if at is None else [() if i is None else bundles[i] for i in at]
-
-
-def accumulate(
-    grads: Grads, new: Mapping[str, Tensor | None], state: Mapping[str, Tensor]
-) -> Grads:
-    """`grads` with `new` added in place, as autograd accumulates: in the dtype of each `.grad`.
-
-    The first gradient of a parameter is copied: it may be a view of a value that others still read.
-    """
-    for name, grad in new.items():
-        if grad is None:
-            continue  # an opaque stage did not use it for this microbatch
-        if name in grads:
-            grads[name].add_(grad)
-        else:
-            dtype, layout = grad_dtype(state[name]), torch.contiguous_format
-            grads[name] = grad.to(dtype, copy=True, memory_format=layout)
-    return grads

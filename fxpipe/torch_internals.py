@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -237,3 +237,13 @@ def unbacked_symbols(value: object) -> set[sympy.Symbol]:
     if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_unbacked_symbols(value))
     return set()
+
+
+def keep_signature(graph: fx.Graph, new: fx.Graph) -> None:
+    """Write the code of a new graph as that of another one: with the same arguments."""
+    new.set_codegen(graph._codegen)
+
+
+def add_each(sums: list[Tensor], summands: list[Tensor]) -> None:
+    """Add to each tensor another one, in place, in one call."""
+    torch._foreach_add_(sums, summands)

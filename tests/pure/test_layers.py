@@ -92,6 +92,7 @@ REWRITES = tuple(
         "inline_vmap",
         "loss_terms",
         "off_meta",
+        "bindings",
     )
 )
 ASSIGNMENT = tuple(
@@ -107,7 +108,7 @@ LEVELS = (
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, *WRITES, *REWRITES),
     (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
-    ("program", "modules", "stageop", "groupop", "emulation", "delivery", "meter"),
+    ("program", "modules", "stageop", "accumulation", "groupop", "emulation", "delivery", "meter"),
     ("backends", "runtime", "emulator"),
     (
         "",
