@@ -8,16 +8,17 @@ with numbers that vary tenfold. torch's 1F1B, interleaved 1F1B and ZBV have the 
 stage and the generator in the last one, the backbone's layers dealt out evenly or balanced by what
 was measured (`real_plans.py`); `by hand` is 1F1B in a loop over isend and irecv, balanced; `eager`
 is one process with two threads. All take turns in the same processes, on the same parameters, and
-all must have eager's gradients before anything is timed. Peak memory is measured in processes of
-its own, as in `memory_growth`; the engines are compared region by region in one process.
+all must have eager's gradients before anything is timed. Peak memory is measured after that, as in
+`memory_growth`; the engines are compared region by region in one process. Linux only.
 """
 
 import argparse
+import ctypes
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -34,12 +35,14 @@ from benchmarks import real_engines, real_fxpipe, real_report
 from benchmarks.measure import agreed_start
 from benchmarks.memory_growth import peak_growth
 from benchmarks.real_model import Microbatch, Omni, Sizes, batch, build, eager
-from benchmarks.real_plans import RANKS, SCHEDULES, Plan, balanced, even, measured
+from benchmarks.real_plans import RANKS, SCHEDULES, balanced, even, measured
 from benchmarks.real_runners import Runner, eager_runner, hand_written, torch_runner
+from fxpipe import Pipe
 
 ALIKE, VARYING = "alike", "varying"
 IMAGES = {ALIKE: (12,) * 8, VARYING: (4, 40, 6, 8, 4, 20, 6, 8)}  # 96 of both
 QUICK = Sizes(encoder=2, backbone=4, generator=1, width=64)
+_MMAP_THRESHOLD = -3  # of mallopt(3)
 _CLOSE = 1e-4  # of a gradient's largest entry, in float32
 
 Found = dict[tuple[str, str], list[float]]  # by workload and runner
@@ -48,13 +51,15 @@ Found = dict[tuple[str, str], list[float]]  # by workload and runner
 def main() -> int:
     """The command line."""
     given = arguments()
-    schedules = real_fxpipe.QUICK if given.quick else tuple(real_fxpipe.SCHEDULES)
     sizes = QUICK if given.quick else Sizes()
-    rounds = given.rounds or (4 if given.quick else 12)
+    rounds = given.rounds or (6 if given.quick else 12)
     kinds = [VARYING] if given.quick else [ALIKE, VARYING]
-    task = sizes, kinds, schedules, given.inductor
-    seconds = spawned(timing, (*task, rounds))
-    memory = {} if given.quick else spawned(peaks, task, MALLOC_MMAP_THRESHOLD_=str(1 << 16))
+    answer = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        task = sizes, kinds, rounds, given.quick, given.inductor
+        spawn: Any = vars(mp)["spawn"]  # untyped
+        spawn(worker, (task, str(Path(folder, "store")), answer), nprocs=RANKS)
+        seconds, memory = answer.get()
     engines = {} if given.quick else real_engines.compared(sizes, IMAGES[ALIKE][0])
     text, reached = real_report.report(seconds, memory, engines, quick=given.quick)
     print(text)
@@ -73,53 +78,69 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def spawned(work: Callable[..., None], task: tuple[Any, ...], **environment: str) -> Found:
-    """What rank 0 of two processes answers."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    answer = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn: Any = vars(mp)["spawn"]  # untyped
-        spawn(_process, (work, task, str(Path(folder, "store")), answer), nprocs=RANKS)
-        os.environ.clear()
-        os.environ.update(before)
-        found: Found = answer.get()
-        return found
-
-
-def _process(
-    rank: int, work: Callable[..., None], task: tuple[Any, ...], store: str, answer: Any
-) -> None:
+def worker(rank: int, task: tuple[Any, ...], store: str, answer: Any) -> None:
+    """One rank; rank 0 puts seconds and MiB by workload and runner into `answer`."""
     torch.set_num_threads(1)
     method, patience = f"file://{store}", timedelta(seconds=600)
     group: Any = {"rank": rank, "world_size": RANKS, "timeout": patience}
     dist.init_process_group("gloo", init_method=method, **group)
-    work(*task, answer if rank == 0 else None)
+    found = measure(*task)
+    if rank == 0:
+        answer.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def measure(
+    sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: bool
+) -> tuple[Found, Found]:
+    """Seconds of the steps of each runner, in turns, each round in another order; then MiB by which
+    each rank grows in a step."""
+    model = build(sizes)
+    schedules = real_fxpipe.QUICK if quick else real_fxpipe.SCHEDULES
+    pipes = {"aten": real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]))}
+    if inductor:
+        pipes["inductor"] = real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]), "inductor")
+    seconds: Found = {}
+    every = {}
+    for kind in kinds:
+        every[kind] = runners(model, kind, sizes, pipes, schedules, quick=quick)
+        dealt = Random(0)
+        orders = [dealt.sample(every[kind], len(every[kind])) for _ in range(rounds)]
+        for runner in chain.from_iterable(orders):
+            model.zero_grad()
+            seconds.setdefault((kind, runner.name), []).append(_seconds(runner))
+    return seconds, {} if quick else peaks(model, every)
+
+
 def runners(
-    model: Omni, kind: str, sizes: Sizes, schedules: tuple[str, ...], *, inductor: bool
+    model: Omni,
+    kind: str,
+    sizes: Sizes,
+    pipes: dict[str, Pipe],
+    schedules: Iterable[str],
+    *,
+    quick: bool,
 ) -> list[Runner]:
     """Every runner of a workload, its gradients checked."""
     data = batch(sizes, IMAGES[kind])
-    mean = batch(sizes, [sum(IMAGES[kind]) // len(data)])[0]
-    takes, layers = measured(model, mean), len(model.layers)
-    plans: dict[tuple[str, str], Plan] = {}
+    found = [real_fxpipe.runner(name, pipes["aten"], data) for name in schedules]
+    if "inductor" in pipes:
+        name = real_fxpipe.COMPILED
+        found.append(real_fxpipe.runner(name, pipes["inductor"], data, f"{name}, inductor"))
+    takes, layers = measured(model, batch(sizes, IMAGES[ALIKE])[0]), len(model.layers)
     for name, (chunks, *_) in SCHEDULES.items():
-        plans[name, "even"] = even(layers, RANKS * chunks)
-        plans[name, "balanced"] = balanced(name, layers, takes, len(data))
-    pipe = real_fxpipe.compiled(model, data)
-    found = [real_fxpipe.runner(name, pipe, data) for name in schedules]
-    if inductor:
-        faster = real_fxpipe.compiled(model, data, engine="inductor")
-        found.append(real_fxpipe.runner("nested/zb-h1", faster, data, "nested/zb-h1, inductor"))
-    for (name, form), plan in plans.items():
-        runner = torch_runner(name, plan, model, data)
-        found.append(runner._replace(name=f"torch {name}, {form}"))
-    found.append(hand_written(plans["1F1B", "balanced"], model, data))
-    found.append(eager_runner(model, data))
+        plans = {
+            "even": even(layers, RANKS * chunks),
+            "balanced": balanced(name, layers, takes, len(data)),
+        }
+        for form, plan in plans.items():
+            runner = torch_runner(name, plan, model, data)
+            found.append(runner._replace(name=f"torch {name}, {form}"))
+        if name == "1F1B":
+            found.append(hand_written(plans["balanced"], model, data))
+    if not quick:
+        found.append(eager_runner(model, data))
     check(model, data, found)
     return found
 
@@ -145,28 +166,6 @@ def check(model: Omni, data: list[Microbatch], found: list[Runner]) -> None:
     model.zero_grad()
 
 
-def timing(
-    sizes: Sizes,
-    kinds: list[str],
-    schedules: tuple[str, ...],
-    inductor: bool,
-    rounds: int,
-    answer: Any,
-) -> None:
-    """Seconds of each step of each runner, in turns, each round in another order."""
-    found: Found = {}
-    for kind in kinds:
-        model = build(sizes)
-        every = runners(model, kind, sizes, schedules, inductor=inductor)
-        dealt = Random(0)
-        orders = [dealt.sample(every, len(every)) for _ in range(rounds)]
-        for runner in chain.from_iterable(orders):
-            model.zero_grad()
-            found.setdefault((kind, runner.name), []).append(_seconds(runner))
-    if answer is not None:
-        answer.put(found)
-
-
 def _seconds(runner: Runner) -> float:
     """Of one step, from the agreed start to the end of the last rank."""
     start = agreed_start()
@@ -176,23 +175,21 @@ def _seconds(runner: Runner) -> float:
     return end.item()
 
 
-def peaks(
-    sizes: Sizes, kinds: list[str], schedules: tuple[str, ...], inductor: bool, answer: Any
-) -> None:
-    """MiB by which each rank grows in a step of each runner."""
+def peaks(model: Omni, every: dict[str, list[Runner]]) -> Found:
+    """MiB by which each rank grows in a step of each runner. Large blocks are mapped one by one
+    from here on, so that freed ones leave the resident set."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
     found: Found = {}
-    for kind in kinds:
-        model = build(sizes)
-        for runner in runners(model, kind, sizes, schedules, inductor=inductor):
-            model.zero_grad()
-            runner.step()
-            model.zero_grad()
-            grown = torch.tensor([peak_growth(runner.step)], dtype=torch.float64)
-            every = [torch.empty_like(grown) for _ in range(RANKS)]
-            dist.all_gather(every, grown)
-            found[kind, runner.name] = [one.item() for one in every]
-    if answer is not None:
-        answer.put(found)
+    for kind, runner in [(kind, runner) for kind in every for runner in every[kind]]:
+        model.zero_grad()
+        runner.step()
+        model.zero_grad()
+        ctypes.CDLL(None).malloc_trim(0)
+        grown = torch.tensor([peak_growth(runner.step)], dtype=torch.float64)
+        ranks = [torch.empty_like(grown) for _ in range(RANKS)]
+        dist.all_gather(ranks, grown)
+        found[kind, runner.name] = [one.item() for one in ranks]
+    return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ take in a step (F, and B and W together), and what eager takes for the same modu
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -74,14 +75,12 @@ def _eager(model: Omni, data: list[Microbatch]) -> Times:
         seconds[region][1] += (time.perf_counter() - start) / len(data)
 
     for mb in data:
-        seen = forward("vision", lambda mb=mb: model.see(mb["images"], mb["sample"]))
+        seen = forward("vision", partial(model.see, mb["images"], mb["sample"]))
         features = seen.detach().requires_grad_()
         loss, x = _backbone(model, features, mb, forward)
         hidden = x.detach().requires_grad_()
-        made = forward(
-            "generator",
-            lambda mb=mb, hidden=hidden: model.make(hidden, mb["noise"], mb["image"]) / len(data),
-        )
+        make = partial(model.make, hidden, mb["noise"], mb["image"])
+        made = forward("generator", make) / len(data)
         backward("generator", [made], [None])
         backward("llm", [loss / len(data), x], [None, hidden.grad])
         backward("vision", [seen], [features.grad])

@@ -55,7 +55,8 @@ class Omni(nn.Module):
             x = block(x)
         seen = x.new_zeros(self.samples, *x.shape[1:]).index_add(0, sample, self.projector(x))
         count = x.new_zeros(self.samples).index_add(0, sample, x.new_ones(sample.shape))
-        return seen / count[:, None, None]
+        mean: Tensor = seen / count[:, None, None]
+        return mean
 
     def read(self, seen: Tensor, tokens: Tensor) -> Tensor:
         """What the first layer of the backbone reads."""
