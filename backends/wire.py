@@ -110,7 +110,8 @@ class Wire:
         """
         group, count = self._groups[ranks], len(ranks)
         width = -(-flat.numel() // count)
-        padded = torch.nn.functional.pad(flat, (0, width * count - flat.numel()))
+        rest = width * count - flat.numel()
+        padded = torch.nn.functional.pad(flat, (0, rest)) if rest else flat
         parts, whole = torch.empty_like(padded), torch.empty_like(padded)
         try:
             dist.all_to_all_single(_bytes(parts), _bytes(padded), group=group)

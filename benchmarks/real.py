@@ -125,8 +125,11 @@ def runners(
     """Every runner of a workload, its gradients checked."""
     data = batch(sizes, IMAGES[kind])
     found = [real_fxpipe.runner(name, pipes["aten"], data) for name in schedules]
+    name = real_fxpipe.COMPILED
+    if kind == VARYING and not quick:
+        untold = f"{name}, images not known"
+        found.append(real_fxpipe.runner(name, pipes["aten"], data, untold, told=False))
     if "inductor" in pipes:
-        name = real_fxpipe.COMPILED
         found.append(real_fxpipe.runner(name, pipes["inductor"], data, f"{name}, inductor"))
     takes, layers = measured(model, batch(sizes, IMAGES[ALIKE])[0]), len(model.layers)
     for name, (chunks, *_) in SCHEDULES.items():
@@ -180,7 +183,7 @@ def peaks(model: Omni, every: dict[str, list[Runner]]) -> Found:
     from here on, so that freed ones leave the resident set."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
     found: Found = {}
-    for kind, runner in [(kind, runner) for kind in every for runner in every[kind]]:
+    for kind, runner in [(kind, runner) for kind, own in every.items() for runner in own]:
         model.zero_grad()
         runner.step()
         model.zero_grad()

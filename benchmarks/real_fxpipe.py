@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from torch import Tensor
@@ -25,16 +25,30 @@ def compiled(model: Omni, data: Sequence[Microbatch], engine: str = "aten") -> P
     return compile(model, example, schedule="nested/1f1b", backend="gloo", engine=engine)
 
 
-def runner(name: str, pipe: Pipe, data: Sequence[Microbatch], called: str | None = None) -> Runner:
-    """A schedule, derived once more with the seconds that its ops took."""
+def runner(
+    name: str,
+    pipe: Pipe,
+    data: Sequence[Microbatch],
+    called: str | None = None,
+    *,
+    told: bool = True,
+) -> Runner:
+    """A schedule, derived once more with the seconds that its ops took. told: for each microbatch;
+    without, their means, as if nothing were known of it but how many there are."""
     first = pipe.reschedule(name)
     costs = measured(first, data)
-    chosen = first.reschedule(name, costs=costs)
+    chosen = first.reschedule(name, costs=costs if told else mean(costs))
 
     def step() -> Tensor:
         return chosen.step(data).loss
 
     return Runner(f"fxpipe {called or name}", step, list(chosen.parameters()))
+
+
+def mean(costs: Costs) -> Costs:
+    """One number for all microbatches."""
+    seconds: dict[tuple[str, Kind], Any] = dict(costs.seconds)
+    return replace(costs, seconds={key: fmean(of) for key, of in seconds.items()})
 
 
 def measured(pipe: Pipe, data: Sequence[Microbatch]) -> Costs:
