@@ -162,7 +162,7 @@ def captured_of(
     (names, fixed, structure), exported = taken, traced.program
     labels, constants = _labels(model, exported, names)
     parameters, trained = _parameters(model)
-    module = running_statistics(inline_no_grad(inline_vmap(exported.graph_module)))
+    module = running_statistics(inline_no_grad(inline_vmap(_tied(exported, labels))))
     changed = changed_state(module, labels, trained)
     module, drawing = draws(returning(module, labels, changed))
     labels += [(draw.placeholder, False) for draw in drawing]
@@ -227,6 +227,16 @@ def _labels(
             constants[own] = constant
         labels.append((canonical.get(own, own), True))
     return labels, constants
+
+
+def _tied(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> fx.GraphModule:
+    """Its graph; of the inputs for one tensor under several names, only the first is read."""
+    module, first = exported.graph_module, dict[str, fx.Node]()
+    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for holder, (name, is_state) in zip(holders, labels, strict=True):
+        if is_state and first.setdefault(name, holder) is not holder:
+            holder.replace_all_uses_with(first[name])
+    return module
 
 
 def _digest(tensor: Tensor) -> str:

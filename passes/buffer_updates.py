@@ -42,15 +42,12 @@ def changed_state(
             first = alias_of(first)
         if isinstance(first, fx.Node):
             name, is_state = label[first]
-            many = [other for other, _ in labels].count(name) > 1
-            _check_write(name, is_state, node, trained, many)
+            _check_write(name, is_state, node, trained)
             found[name] = None
     return tuple(found)
 
 
-def _check_write(
-    name: str, is_state: bool, node: fx.Node, trained: frozenset[str], many: bool
-) -> None:
+def _check_write(name: str, is_state: bool, node: fx.Node, trained: frozenset[str]) -> None:
     if not is_state:
         raise CaptureError(
             f"argument {name} is changed by forward ({node.target}): the microbatch is the "
@@ -61,10 +58,10 @@ def _check_write(
             f"parameter {name} is changed by forward ({node.target}) and trained as well: its "
             "gradient would belong to neither value. Change it after the step, under no_grad"
         )
-    if "#" in name or many:
+    if "#" in name:
         plain = name.partition("#")[0]
         raise CaptureError(
-            f"tensor {plain} is changed by forward ({node.target}) and is no buffer with one name: "
+            f"tensor {plain} is changed by forward ({node.target}) and is no buffer of the model: "
             "nobody would save it or hand it to the other ranks. Make it one with register_buffer"
         )
 
@@ -78,7 +75,9 @@ def returning(module: fx.GraphModule, labels: Labels, names: Sequence[str]) -> f
     env: dict[fx.Node, fx.Node] = {}
     outputs: Any = graph.graph_copy(module.graph, env)
     holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    holder = {name: env[n] for n, (name, _) in zip(holders, labels, strict=True)}
+    holder: dict[str, fx.Node] = {}
+    for node, (name, _) in zip(holders, labels, strict=True):
+        holder.setdefault(name, env[node])
     graph.output((*outputs, *(holder[name] for name in names)))
     return fx.GraphModule(module, graph)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import errors
 from tests import models
+from tests.eager import step_alike
 
 WIDTH = 4
 
@@ -219,3 +220,42 @@ def test_a_size_that_depends_on_data_stays_inside() -> None:
     x = torch.randn(3, WIDTH)
     fxpipe.compile(model, {"x": x}).step([{"x": x}])
     torch.testing.assert_close(model.cache, x[x > 0].mean().reshape(1))
+
+
+class Counted(nn.Module):
+    """A normalised layer whose output a buffer follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.linear(x)))
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+class Reused(nn.Module):
+    """A layer that is run twice, with another one between: its buffers have two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [Counted(), Counted()]
+        self.layers = nn.ModuleList(layers[i] for i in (0, 1, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_that_is_run_twice_changes_its_buffers_twice() -> None:
+    model, reference = Reused().double(), Reused().double()
+    reference.load_state_dict(model.state_dict())
+    batch = [{"x": torch.randn(3, WIDTH).double()} for _ in range(2)]
+    pipe = fxpipe.compile(model, batch[0], ranks=2, schedule="1f1b", backend="local")
+    step_alike(pipe, batch, reference, 1e-10)
+    for name, buffer in reference.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
