@@ -231,7 +231,8 @@ def _labels(
 
 def _tied(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> fx.GraphModule:
     """Its graph; of the inputs for one tensor under several names, only the first is read."""
-    module, first = exported.graph_module, dict[str, fx.Node]()
+    module: fx.GraphModule = exported.graph_module
+    first: dict[str, fx.Node] = {}
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for holder, (name, is_state) in zip(holders, labels, strict=True):
         if is_state and first.setdefault(name, holder) is not holder:
