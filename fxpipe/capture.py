@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from fxpipe.advice import DERIVATIVES
 from fxpipe.chance import Draw, placed
 from fxpipe.dataflow import arguments
 from fxpipe.datasizes import DataSizes, find_data_sizes
 from fxpipe.errors import CaptureError
-from fxpipe.exporting import DERIVATIVES, Traced, WithLoss, check_call, export
+from fxpipe.exporting import Traced, WithLoss, check_call, export
 from fxpipe.faithful import settled
 from fxpipe.functions import recording_functions
 from fxpipe.inputs import Leaf, Microbatch, apart, contents, flatten, rebuild

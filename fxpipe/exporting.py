@@ -7,35 +7,34 @@ Each policy frees fewer dimensions than the one before; the first that traces is
 
 import gc
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from fxpipe.advice import explained
 from fxpipe.concrete import Concrete, NeedsValuesError
 from fxpipe.dataflow import differentiable
 from fxpipe.errors import BatchError, CaptureError, FxpipeError, ReadError
 from fxpipe.faithful import Moved, faithful, no_trace_left
-from fxpipe.frames import calling_line, is_torch_code
+from fxpipe.frames import calling_line
 from fxpipe.inputs import rebuild
 from fxpipe.outsiders import Outsiders
 from fxpipe.packed import LayoutRead, LayoutReads
+from fxpipe.readings import LeakError
 from fxpipe.replaced import write_back
+from fxpipe.scout import scout
 from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
+T = TypeVar("T")
 Policy = Callable[[Tensor], dict[int, Any]]
-DERIVATIVES = (
-    "A derivative that forward itself takes (torch.func.grad, torch.func.vjp, torch.autograd.grad) "
-    "cannot be part of a graph: write it as operators, or put it into the forward of a custom "
-    "autograd.Function; torch.func.jvp and vmap are followed"
-)
 _SIZES = "the backward, whose operators depend on sizes that follow from them"
 
 
@@ -98,10 +97,6 @@ class WithLoss(nn.Module):
         return values
 
 
-# How torch fails where a transform hides a tensor from the trace.
-_OF_DERIVATIVES = ("functorch tensor", "has no attribute 'constant'", "program constant's list")
-
-
 def export(
     whole: WithLoss, tensors: Sequence[Tensor], hold: frozenset[int] = frozenset()
 ) -> Traced:
@@ -110,11 +105,15 @@ def export(
     hold: leaves that are held concrete in any case
     """
     failure: Exception | None = None
-    held: frozenset[int] | None = hold or None
     reads: tuple[str, ...] = (_SIZES,) if hold else ()
-    for policy in _POLICIES:
+    ways = [partial(_attempt, whole, tensors, policy) for policy in _POLICIES]
+    try:
+        _, known, seen = _with_values(partial(_ahead, whole, tensors), tensors, hold)
+    except (FxpipeError, NeedsValuesError) as error:
+        failure, ways = error, []
+    for attempt in ways:
         try:
-            program, held, found = _with_values(whole, tensors, policy, held)
+            program, held, found = _with_values(attempt, tensors, known or None)
         except (FxpipeError, NeedsValuesError) as error:
             failure = error
             break
@@ -122,25 +121,29 @@ def export(
             failure = error
             continue
         values = {number: tensors[number].detach().clone() for number in held or ()}
-        return Traced(program, values, (*reads, *found), whole.layout.found)
+        return Traced(program, values, (*reads, *seen, *found), whole.layout.found)
     if isinstance(failure, FxpipeError):
         raise failure
     assert failure is not None
     kind = ReadError if isinstance(failure, NeedsValuesError) else CaptureError
-    raise kind(_explain(whole.model, failure)) from failure
+    raise kind(explained(whole.model, failure)) from failure
+
+
+Held = frozenset[int] | None  # the leaves whose values a trace may use; None: it needs none
 
 
 def _with_values(
-    whole: WithLoss, tensors: Sequence[Tensor], policy: Policy, held: frozenset[int] | None
-) -> tuple[ExportedProgram, frozenset[int] | None, tuple[str, ...]]:
-    """The export, the leaves that it had to hold concrete beside those given, and who reads them.
+    attempt: Callable[[Held], T], tensors: Sequence[Tensor], held: Held
+) -> tuple[T, Held, tuple[str, ...]]:
+    """What is made, the leaves that had to be held concrete for it, and who reads more than those
+    given.
 
     Raises NeedsValuesError where Python reads what does not come from integer leaves alone.
     """
     reads: tuple[str, ...] = ()
     while True:
         try:
-            return _attempt(whole, tensors, policy, held), held, reads
+            return attempt(held), held, reads
         except DataDependentError as error:
             if held is not None:
                 raise NeedsValuesError(frozenset(), calling_line(error)) from error
@@ -151,10 +154,16 @@ def _with_values(
             held, reads = held | error.leaves, (*reads, error.line)
 
 
+def _ahead(whole: WithLoss, tensors: Sequence[Tensor], held: Held) -> None:
+    """Find most of what a trace will need at a fraction of its cost."""
+    whole.real = {number: tensors[number] for number in held or ()}
+    with no_trace_left(whole.model):
+        scout(whole, whole.model, tensors)
+
+
 def _attempt(
-    whole: WithLoss, tensors: Sequence[Tensor], policy: Policy, held: frozenset[int] | None
+    whole: WithLoss, tensors: Sequence[Tensor], policy: Policy, held: Held
 ) -> ExportedProgram:
-    """held: the leaves whose values the trace may use; None for a trace that has no need of any."""
     numbers = range(len(tensors))
     shapes = tuple({} if held and i in held else policy(tensors[i]) for i in numbers)
     whole.real = None if held is None else {number: tensors[number] for number in held}
@@ -168,7 +177,7 @@ def export_symbolic(module: nn.Module, tensors: Sequence[Tensor]) -> ExportedPro
     for policy in _POLICIES:
         try:
             return _exported(module, tensors, tuple(map(policy, tensors)))
-        except (FxpipeError, DataDependentError):
+        except (FxpipeError, DataDependentError, LeakError):
             raise
         except Exception as error:
             failures.append(error)
@@ -218,49 +227,6 @@ def _no_dims(tensor: Tensor) -> dict[int, Any]:
 
 
 _POLICIES: tuple[Policy, ...] = (_all_dims, _integer_dims, _first_dims, _no_dims)
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """Where in the model tracing stopped, and what to change."""
-    names = {id(module): name for name, module in model.named_modules()}
-    where = "the model"
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if id(owner) in names and (where == "the model" or not is_torch_code(frame.f_code)):
-            module = names[id(owner)] or "(the model itself)"
-            where = f"module {module} ({type(owner).__name__}), {frame.f_code.co_filename}:{line}"
-    if isinstance(error, NeedsValuesError):
-        where += f", reading a value at {error.line}"
-        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    cause = " ".join(str(error).split())[:300]
-    return f"cannot trace {where}: {type(error).__name__}: {cause}. {_advice(model, error)}"
-
-
-def _advice(model: nn.Module, error: Exception) -> str:
-    """What to change, as far as the kind of the failure says it."""
-    reads = (
-        "Python control flow on tensor values (if x.sum() > 0, .item(), .tolist(), loops over "
-        "tensors) can be part of a graph only where the values come from integer inputs alone: use "
-        "torch.where or tensor operations there, or move it out of forward"
-    )
-    if isinstance(error, (DataDependentError, NeedsValuesError)):
-        return reads
-    found = str(error)
-    if any(words in found for words in _OF_DERIVATIVES):
-        return DERIVATIVES
-    if "igher order operator" in found:
-        return (
-            "torch.cond, torch.while_loop and their like cannot be part of a graph here: compute "
-            "both results and choose with torch.where, unroll the loop, or decide outside of "
-            "forward and pass a plain argument"
-        )
-    kinds = sorted({str(p.dtype) for p in model.parameters()})
-    if "dtype" in found:
-        return (
-            f"The model's parameters are of {' and '.join(kinds)}: give it float inputs of that "
-            "dtype, or convert the model with model.to(dtype)"
-        )
-    return f"See first that the model alone runs on this microbatch. If it does: {reads}"
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

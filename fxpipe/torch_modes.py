@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 DATA_ERRORS = (
@@ -69,3 +71,15 @@ def new_fake_mode() -> AbstractContextManager[Any]:
     """A mode in which tensors have no numbers; real ones may be mixed with them."""
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def export_mode() -> Any:
+    """A mode like that of torch.export: a number that code reads out of a tensor is a symbol."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, export=True)
+
+
+@contextmanager
+def run_as_exported(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Code runs inside as torch.export runs it, and nothing is recorded."""
+    with seen_as_exported(), mode, enable_python_dispatcher(), _NonStrictTorchFunctionHandler():
+        yield

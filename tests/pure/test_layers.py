@@ -40,6 +40,8 @@ EXPORT = (
     "libraries",
     "faithful",
     "replaced",
+    "advice",
+    "scout",
     "exporting",
     "readings",
     "prefix",
