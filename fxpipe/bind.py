@@ -20,14 +20,13 @@ from fxpipe.dry import with_own
 from fxpipe.errors import BatchError
 from fxpipe.inputs import Leaf, Microbatch, flatten
 from fxpipe.packed import layout_refusal, memory_order
-from fxpipe.solving import solved
+from fxpipe.solving import broken, misfit, solved
 from fxpipe.trees import same_value
 
 if TYPE_CHECKING:
     from fxpipe.joint import StageGraphs
     from fxpipe.lower import Lowered
 
-Symbols = Mapping[sympy.Symbol, sympy.Integer]
 # How many combinations of data-dependent sizes are remembered for one set of shapes.
 LIMIT = 256
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -70,22 +69,7 @@ def unfit(captured: Captured, microbatch: Microbatch, guards: Sequence[sympy.Bas
     if changed:
         return changed
     symbols, sizes = solved(captured, [tensor for _, tensor in tensors])
-    for leaf, dim, expr, size in sizes:
-        if expr.free_symbols - set(symbols) or int(expr.xreplace(symbols)) != size:
-            return f"dimension {dim} of {leaf.name} is {size}; this graph was traced for {expr}"
-    for symbol, size in symbols.items():
-        low, high = captured.ranges.get(symbol, (sympy.Integer(0), sympy.oo))
-        if not low <= size <= high:
-            return f"a dimension is {size}; this graph was traced for {low} to {high}"
-    return broken(guards, symbols)
-
-
-def broken(guards: Sequence[sympy.Basic], symbols: Symbols) -> str | None:
-    """Which condition on symbols does not hold, if any."""
-    for guard in guards:
-        if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
-            return f"the sizes break {guard}, which the model's code assumed"
-    return None
+    return misfit(captured.ranges, symbols, sizes, guards)
 
 
 def _changed(

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe import cut as cuts
-from fxpipe.bind import Symbols
 from fxpipe.capture import Captured
 from fxpipe.cut import Cut, Layout, Role, Seam
 from fxpipe.errors import CaptureError, FxpipeError, RegionError, UnknownSizeError
@@ -25,7 +24,7 @@ from fxpipe.passes.regions import Regions, find_regions
 from fxpipe.passes.stages import Placed, Staging, assign_stages
 from fxpipe.schedule import Plan
 from fxpipe.scheduler import Scheduler
-from fxpipe.solving import solve
+from fxpipe.solving import Symbols, solve
 from fxpipe.split import Stages, split
 from fxpipe.torch_internals import DataDependentError
 

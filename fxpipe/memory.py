@@ -1,6 +1,6 @@
 """What has been lowered of a model: the pipes of several schedules need not trace it again."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -54,15 +54,21 @@ class Memory:
     ) -> Lowered | None:
         """The variant that runs a microbatch, for a schedule; None if there is none."""
         same = [low for m, low in reversed(self.lowered) if m == mode]
-        if any(low.captured.prefix for low in same):  # it serves all values
-            same = [low for low in same if not low.captured.values]
         found = [low for low in same if fits(low, microbatch)]
+        if any(low.captured.prefix for low in same) and not self._refused:  # it serves all values
+            found = [low for low in found if not low.captured.values]
+        found.sort(key=lambda low: bool(low.captured.values))
         for known in found:
             made = moved(known, scheduler, ranks, seen)
             if made is not None:
                 self.lowered = [pair for pair in self.lowered if pair[1] is not known]
                 return made
         return restaged(found[0], scheduler, ranks, seen) if found else None
+
+    @property
+    def _refused(self) -> bool:
+        """Whether some microbatch can have a graph for its values, and no opaque stage."""
+        return self.tracer is not None and self.tracer.refused
 
 
 def fits(lowered: Lowered, microbatch: Microbatch) -> bool:
@@ -95,3 +101,11 @@ def is_called_alike(prefix: Prefix | None, leaves: Sequence[Tensor]) -> bool:
     """Whether flags that the model's own code reads lead to the call that was traced."""
     call = None if prefix is None else call_of(prefix, leaves)
     return call is None or prefix is None or call == kind_of_call(prefix.form, prefix.sources)
+
+
+def replaces(new: Lowered, known: Iterable[Lowered]) -> bool:
+    """Whether a variant is the first that serves all values, beside some that serve theirs. A later
+    one stands beside those of microbatches that can have no opaque stage."""
+    others = [lowered.captured for lowered in known]
+    first = new.captured.prefix is not None and all(c.prefix is None for c in others)
+    return first and any(c.values for c in others)

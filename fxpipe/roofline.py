@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeVar
 import sympy
 from torch import Tensor, fx
 
-from fxpipe.bind import Symbols
 from fxpipe.costs import Amount, Costs
 from fxpipe.cut import Kind
 from fxpipe.dataflow import (
@@ -34,7 +33,7 @@ from fxpipe.dataflow import (
 from fxpipe.device import Device
 from fxpipe.inputs import Microbatch, flatten
 from fxpipe.lower import Lowered
-from fxpipe.solving import solve
+from fxpipe.solving import Symbols, solve
 from fxpipe.split import Value
 from fxpipe.torch_internals import expression
 

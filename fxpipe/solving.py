@@ -1,6 +1,6 @@
 """The symbols of a captured graph in numbers, from the sizes of a microbatch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 import torch
@@ -9,6 +9,10 @@ from torch import Tensor
 from fxpipe.capture import Captured
 from fxpipe.dry import shapes
 from fxpipe.inputs import Leaf
+
+Symbols = Mapping[sympy.Symbol, sympy.Integer]
+Found = Sequence[tuple[Leaf, int, sympy.Expr, int]]  # leaf, dimension, what it should be, size
+Ranges = Mapping[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]
 
 
 def solve(
@@ -57,3 +61,28 @@ def read_by(captured: Captured) -> Iterable[str]:
     if captured.prefix is not None and decides(captured):
         return [leaf.name for leaf in captured.leaves if not leaf.dtype.is_floating_point]
     return captured.values
+
+
+def misfit(
+    ranges: Ranges, symbols: Symbols, sizes: Found, guards: Sequence[sympy.Basic]
+) -> str | None:
+    """Which assumption of a graph these sizes break, if any.
+
+    guards: conditions on the symbols that tracing has assumed.
+    """
+    for leaf, dim, expr, size in sizes:
+        if expr.free_symbols - set(symbols) or int(expr.xreplace(symbols)) != size:
+            return f"dimension {dim} of {leaf.name} is {size}; this graph was traced for {expr}"
+    for symbol, size in symbols.items():
+        low, high = ranges.get(symbol, (sympy.Integer(0), sympy.oo))
+        if not low <= size <= high:
+            return f"a dimension is {size}; this graph was traced for {low} to {high}"
+    return broken(guards, symbols)
+
+
+def broken(guards: Sequence[sympy.Basic], symbols: Symbols) -> str | None:
+    """Which condition on symbols does not hold, if any."""
+    for guard in guards:
+        if guard.free_symbols <= set(symbols) and not guard.xreplace(symbols):
+            return f"the sizes break {guard}, which the model's code assumed"
+    return None

@@ -60,6 +60,11 @@ class Tracer:
             self._hold = set()
             self._refusal = None
 
+    @property
+    def refused(self) -> bool:
+        """Whether an opaque stage was wanted for some microbatch, and there can be none."""
+        return self._refusal is not None
+
     def trace(self, microbatch: Microbatch) -> Captured:
         """A graph for a microbatch that fits none so far. Raises CaptureError."""
         owners = [*named_state(self._model, ties=False), *self._model.named_modules()]

@@ -17,8 +17,9 @@ from fxpipe.inputs import Microbatch, flatten, rebuild
 from fxpipe.libraries import as_exported
 from fxpipe.prefix_chance import generators
 from fxpipe.python_chance import PYTHON
-from fxpipe.solving import solve
+from fxpipe.solving import misfit, solve
 from fxpipe.state import named_state
+from fxpipe.torch_internals import fake_mode, guards
 from fxpipe.undone import undone
 from fxpipe.wanted import Reader
 
@@ -26,8 +27,8 @@ from fxpipe.wanted import Reader
 def try_out(whole: Captured, suffix: Captured, reader: Reader, microbatch: Microbatch) -> None:
     """Compare the losses. suffix: the graph behind the boundary; whole: the prefix with it.
 
-    Raises CaptureError where they differ. Nothing can be compared where it is not known which
-    random numbers eager draws.
+    Raises CaptureError where they differ. Nothing can be compared where the microbatch needs a
+    graph of its own, or where it is not known which random numbers eager draws.
     """
     prefix = whole.prefix
     assert prefix is not None
@@ -48,12 +49,22 @@ def try_out(whole: Captured, suffix: Captured, reader: Reader, microbatch: Micro
                 inputs = [*leaves, *prefix.run(leaves)[0]]
             except BatchError:
                 return
+            if not _fits(suffix, inputs):
+                return
             found = _loss(suffix, whole, [*inputs, *_states(suffix, draws, inputs, before)])
     if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
         raise CaptureError(
             f"the loss is {float(found):.6g} instead of {float(wanted):.6g} for another "
             "microbatch: a number of the first one is used after the boundary"
         )
+
+
+def _fits(suffix: Captured, inputs: Sequence[Tensor]) -> bool:
+    """Whether a graph is for sizes like these: one traced with a single sample is for no other."""
+    symbols, sizes = solve(suffix.leaves, inputs)
+    holders = [n for n in suffix.graph.graph.nodes if n.op == "placeholder"]
+    assumed = guards(fake_mode([node.meta["val"] for node in holders]))
+    return misfit(suffix.ranges, symbols, sizes, assumed) is None
 
 
 def _states(

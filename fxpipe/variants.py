@@ -24,7 +24,7 @@ from fxpipe.holding import Holding
 from fxpipe.inputs import Microbatch, refuse_gradients
 from fxpipe.joint import StageGraphs
 from fxpipe.lower import Like, Lowered, Seen, lower, moved, restaged
-from fxpipe.memory import Memory, asked, fits
+from fxpipe.memory import Memory, asked, fits, replaces
 from fxpipe.mode import Mode, Watch, refuse_autocast
 from fxpipe.roofline import costs_of
 from fxpipe.scheduler import Scheduler
@@ -240,7 +240,7 @@ class Variants:
 
     def _add(self, lowered: Lowered) -> int:
         """One more variant. Where it brings regions, the others may have to make room for them."""
-        if lowered.captured.prefix and any(v.captured.values for v in self.all.values()):
+        if replaces(lowered, self.all.values()):
             self._restart(Seen())  # it serves all values, from other stages than those had
         number, seen = len(self.graphs), self._seen.also(lowered)
         both = {number: lowered}
