@@ -158,7 +158,7 @@ def _ahead(whole: WithLoss, tensors: Sequence[Tensor], held: Held) -> None:
     """Find most of what a trace will need at a fraction of its cost."""
     whole.real = {number: tensors[number] for number in held or ()}
     with no_trace_left(whole.model):
-        scout(whole, whole.model, tensors)
+        scout(whole, tensors)
 
 
 def _attempt(
@@ -172,7 +172,9 @@ def _attempt(
 
 
 def export_symbolic(module: nn.Module, tensors: Sequence[Tensor]) -> ExportedProgram:
-    """Export with as many symbolic dimensions as a module allows, and without any values."""
+    """Export a module around a `model` with as many symbolic dimensions as it allows, and without
+    any values."""
+    scout(module, tensors)
     failures: list[Exception] = []
     for policy in _POLICIES:
         try:

@@ -13,17 +13,19 @@ from torch import Tensor, nn
 
 from fxpipe.concrete import NeedsValuesError
 from fxpipe.errors import ReadError
+from fxpipe.readings import LeakError
 from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.torch_modes import export_mode, fake_like, run_as_exported
 from fxpipe.undone import undone
 
-DECISIVE = (NeedsValuesError, DataDependentError, ReadError)
+DECISIVE = (NeedsValuesError, DataDependentError, ReadError, LeakError)
 
 
-def scout(whole: nn.Module, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Run `whole`, which holds `model`, without a trace of it. Raises what `DECISIVE` says where a
+def scout(whole: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Run a module around a `model` without a trace of it. Raises what `DECISIVE` says where a
     trace would stop at a value; whatever else goes wrong, the trace will tell."""
+    model = whole.get_submodule("model")
     try:
         mode = export_mode()
         state = {name: fake_like(mode, tensor) for name, tensor in named_state(whole)}
