@@ -150,7 +150,8 @@ def _compare(spec: Spec, eager: _Eager) -> None:
             raise _MismatchError(f"the random generator is not where eager leaves it in {run}")
         _check(spec, run, (result.losses, eager.losses), model, _sum(eager.grads, weights))
         for name, value in eager.model.state_dict().items():
-            if not torch.allclose(value, model.state_dict()[name], rtol=1e-9, atol=1e-9):
+            found = model.state_dict()[name]
+            if not torch.allclose(found, value, rtol=1e-9, atol=1e-9, equal_nan=True):
                 raise _MismatchError(f"state {name} is another in {run}")
 
 
