@@ -16,6 +16,7 @@ from fxpipe.building import Builder
 from fxpipe.dataflow import arguments, aten, function
 from fxpipe.errors import CaptureError
 from fxpipe.passes.inline_no_grad import NO_GRAD
+from fxpipe.torch_internals import expression
 
 _MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORMS = (aten.batch_norm.default, aten.instance_norm.default)
@@ -60,11 +61,15 @@ def _split(builder: Builder, node: fx.Node) -> None:
     x, weight, bias, mean, var, *rest = builder.args(node)
     call = builder.call
     builder.env[node] = call(function(node), node, x, weight, bias, None, None, *rest)
+    sizes = [expression(size) for size in x.meta["val"].shape]
+    if 0 in sizes:
+        return  # of nothing, eager takes no statistics
     x = call(aten.detach.default, node, x)
     if x.meta["val"].dtype != mean.meta["val"].dtype:
         x = call(aten.to.dtype, node, x, mean.meta["val"].dtype)
+    count = None if all(size.is_positive for size in sizes) else _count(builder, node, x)
     for buffer, found in zip((var, mean), _moments(builder, node, x), strict=True):
-        _blend(builder, node, buffer, found)
+        _blend(builder, node, buffer, found, count)
 
 
 def _moments(builder: Builder, node: fx.Node, x: fx.Node) -> list[fx.Node]:
@@ -80,11 +85,24 @@ def _moments(builder: Builder, node: fx.Node, x: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _blend(builder: Builder, node: fx.Node, buffer: fx.Node, found: fx.Node) -> None:
-    """buffer = (1 - momentum) buffer + momentum found"""
+def _count(builder: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
+    """Of how many numbers a channel consists, which may be none."""
+    dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
+    ones = builder.call(aten.ones_like.default, node, x)
+    found: fx.Node = builder.call(aten.sum.dim_IntList, node, ones, dims)
+    return found
+
+
+def _blend(
+    builder: Builder, node: fx.Node, buffer: fx.Node, found: fx.Node, count: fx.Node | None
+) -> None:
+    """buffer = (1 - momentum) buffer + momentum found, where it is found of anything"""
     momentum: Any = arguments(node)[6]
     old = builder.call(aten.mul.Tensor, node, buffer, 1 - momentum)
     new = builder.call(aten.mul.Tensor, node, found, momentum)
     total = builder.call(aten.add.Tensor, node, old, new)
+    if count is not None:
+        some = builder.call(aten.gt.Scalar, node, count, 0)
+        total = builder.call(aten.where.self, node, some, total, buffer)
     written = builder.graph.call_function(aten.copy_.default, (buffer, total))
     written.meta = {**node.meta, "val": buffer.meta["val"], NO_GRAD: True}

@@ -259,3 +259,26 @@ def test_a_layer_that_is_run_twice_changes_its_buffers_twice() -> None:
     step_alike(pipe, batch, reference, 1e-10)
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+
+
+class Cropping(nn.Module):
+    """Normalises what is left of a sequence behind its first items, which may be nothing."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__()
+        self.ahead = ahead
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), Flat(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)[:, self.ahead :]).sum() + x.square().sum()
+
+
+@pytest.mark.parametrize(("ahead", "lengths"), [(0, (0, 2, 0)), (2, (4, 2, 5)), (2, (2, 3, 2))])
+def test_nothing_has_no_statistics(ahead: int, lengths: tuple[int, ...]) -> None:
+    model, reference = Cropping(ahead).double(), Cropping(ahead).double()
+    reference.load_state_dict(model.state_dict())
+    batch = [{"x": torch.randn(2, length, WIDTH).double()} for length in lengths]
+    pipe = fxpipe.compile(model, batch[0], ranks=1, backend="local")
+    step_alike(pipe, batch, reference, 1e-9)
+    for name, buffer in reference.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
