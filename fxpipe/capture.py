@@ -42,6 +42,7 @@ from fxpipe.refusals import check_loss, refuse_outside
 from fxpipe.state import canonical_names
 from fxpipe.torch_chance import trusting_distributions
 from fxpipe.torch_internals import expression, is_wrapped
+from fxpipe.torch_patches import SEEDED
 from fxpipe.updates import Updates
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
@@ -222,12 +223,22 @@ def _labels(
         own = str(spec.target).removeprefix(PREFIX)
         if own not in canonical:
             constant = exported.constants[str(spec.target)]
+            if not isinstance(constant, Tensor):
+                raise CaptureError(_strange(constant))
             if is_wrapped(constant):
                 raise CaptureError(f"a tensor is made by a transform of forward. {DERIVATIVES}")
             own = f"{own}#{_digest(constant)}"
             constants[own] = constant
         labels.append((canonical.get(own, own), True))
     return labels, constants
+
+
+def _strange(constant: object) -> str:
+    """Why an object cannot be a constant of a graph, and what to do."""
+    if isinstance(constant, torch.Generator):
+        return f"forward draws from a torch.Generator of its own. {SEEDED}"
+    kind = type(constant).__name__
+    return f"forward hands an operator a {kind}, of which nothing is known; pass it tensors"
 
 
 def _tied(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> fx.GraphModule:

@@ -15,7 +15,12 @@ from fxpipe.errors import CaptureError, ReadError
 from fxpipe.libraries import libraries_as_untraced
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.torch_internals import is_fake
-from fxpipe.torch_patches import checkpoints_as_calls, data_as_detach, inference_as_no_grad
+from fxpipe.torch_patches import (
+    checkpoints_as_calls,
+    data_as_detach,
+    inference_as_no_grad,
+    no_state_set,
+)
 
 T = TypeVar("T")
 DRAWN = (
@@ -41,7 +46,7 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     before = python_words()
     numbers = _numbers(model)
     with python_left_alone(), libraries_as_untraced():
-        with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls():
+        with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), no_state_set():
             yield
         drawn = python_has_drawn(before)
     moved.clear()

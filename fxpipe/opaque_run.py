@@ -17,6 +17,7 @@ from fxpipe.prefix import run_until
 from fxpipe.prefix_chance import generators
 from fxpipe.replaced import check_replaced
 from fxpipe.state import named_state
+from fxpipe.torch_patches import no_seeding
 from fxpipe.trees import take_apart
 from fxpipe.undone import undone
 
@@ -34,21 +35,21 @@ def measured(
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
     with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
         states = generators(model)
-        reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
+        with no_seeding():
+            reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
     for name, new in changed.buffers.items():
         check_replaced(name, model.get_buffer(name), new)
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(_reach(value, names, boundary) for value in crossing)
+    state = [*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers]
     prefix = Prefix(
         model=model,
         boundary=boundary,
         rebuilt=rebuilt,
         form=form,
         sources=sources,
-        state=tuple(
-            dict.fromkeys([*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers])
-        ),
+        state=tuple(dict.fromkeys(state)),
         reach=reach,
         sizes=tuple(tuple(_size(size, leaves) for size in value.shape) for value in crossing),
         attributes=tuple(changed.attributes),

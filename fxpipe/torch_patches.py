@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe.errors import CaptureError
+from fxpipe.frames import calling_line
 from fxpipe.torch_internals import is_fake
+
+SEEDED = (
+    "A graph draws from torch's default generator, in eager's order, and cannot seed it: seed "
+    "before the step, or for each microbatch with step(seeds=...), or draw outside of the model "
+    "and pass the numbers as an argument"
+)
+_SEEDING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+_OTHER = 0x5EED_F0F0_1234_5678  # a seed that nobody else takes
 
 
 @contextmanager
@@ -62,3 +72,37 @@ def checkpoints_as_calls() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
+
+
+@contextmanager
+def no_seeding() -> Iterator[None]:
+    """Inside, calls that seed torch's generator, or set its state, raise CaptureError."""
+    places = [(owner, name) for owner in (torch, torch.random) for name in _SEEDING]
+    saved = [(*place, getattr(*place)) for place in places if hasattr(*place)]
+    for owner, name, _ in saved:
+        setattr(owner, name, _refuse_seeding)
+    try:
+        yield
+    finally:
+        for owner, name, original in saved:
+            setattr(owner, name, original)
+
+
+@contextmanager
+def no_state_set() -> Iterator[None]:
+    """Raises CaptureError where code that is traced, and so draws nothing, has set the generator's
+    state by whatever means. Outside it is where it was."""
+    before = torch.get_rng_state()
+    ours = torch.manual_seed(_OTHER).get_state()
+    try:
+        with no_seeding():
+            yield
+        moved = not torch.equal(torch.get_rng_state(), ours)
+    finally:
+        torch.set_rng_state(before)
+    if moved:
+        _refuse_seeding()
+
+
+def _refuse_seeding(*args: object, **kwargs: object) -> Any:
+    raise CaptureError(f"{calling_line()} seeds torch's generator or sets its state. {SEEDED}")

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxpipe.building import Builder
 from fxpipe.chance import Blank, Draw, inverse, seeded, state_of
-from fxpipe.dataflow import aten, function, is_in_place, is_random, path
+from fxpipe.dataflow import aten, differentiable, function, is_in_place, is_random, path
 from fxpipe.errors import CaptureError
 from fxpipe.packed import memory_order
 from fxpipe.torch_internals import expression
@@ -50,6 +50,8 @@ _REJECTING = {
     aten._standard_gamma,
     aten._sample_dirichlet,
 }
+# The gradients of their arguments are zeros, and not none.
+_ZEROS = {aten.normal, aten.bernoulli, aten.poisson, aten.binomial}
 _INSIDE = (aten.rrelu, aten.rrelu_, aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 _SDPA = aten.scaled_dot_product_attention.default
 _SELU = 1.7580993408473766  # minus the value to which SELU saturates
@@ -131,7 +133,16 @@ class _Writer:
             args = (self._like(node, args[0]), *args[1:])
         args = tuple(self._plain(node, value) for value in args)
         kwargs = fx.node.map_arg(dict(node.kwargs), self.builder.read)
-        return self._draw(node, made, args, dict(kwargs))
+        value = self._draw(node, made, args, dict(kwargs))
+        return value if is_in_place(node) else self._with_zeros(node, packet, value)
+
+    def _with_zeros(self, node: fx.Node, packet: Any, value: fx.Node) -> fx.Node:
+        """What is drawn, with the gradient that eager has for what decides about it: zeros."""
+        for given in self.builder.args(node) if packet in _ZEROS else ():
+            if isinstance(given, fx.Node) and differentiable(given.meta["val"]):
+                nothing = self.builder.call(aten.mul.Tensor, node, given, 0)
+                value = self.builder.call(aten.add.Tensor, node, value, nothing)
+        return value
 
     def _plain(self, node: fx.Node, value: Any) -> Any:
         """A tensor that decides about what is drawn, in the memory order that eager's has."""

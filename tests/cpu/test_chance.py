@@ -1,6 +1,6 @@
 """Random numbers are eager's, whatever the ranks, the schedule and recomputation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -161,6 +161,80 @@ class Rrelu(nn.Module):
 def test_draws_that_cannot_be_followed_are_refused() -> None:
     with pytest.raises(errors.CaptureError, match=r"inside.1: aten.rrelu.*nn.Dropout"):
         fxpipe.compile(build(nn.Identity(), Rrelu()), batch()[0])
+
+
+def seeds_first(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x * torch.rand_like(x)
+
+
+def seeds_apart(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return seeds_first(x)
+
+
+def sets_the_state(x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(0)
+    return x * torch.rand_like(x)
+
+
+def has_a_generator(x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(0)
+    return x * torch.rand(x.shape, generator=own, dtype=x.dtype)
+
+
+def seeds_and_reads(x: Tensor) -> Tensor:
+    return seeds_first(x) if x.sum().item() < 1e9 else x
+
+
+class Applied(nn.Module):
+    """Calls a function, then layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Module()
+        self.first.forward = function
+        self.blocks = nn.ModuleList(models.Small(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "function", [seeds_first, seeds_apart, sets_the_state, has_a_generator, seeds_and_reads]
+)
+def test_seeding_in_forward_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    model, example = Applied(function), {"x": torch.randn(2, 3, WIDTH)}
+    before, same = torch.get_rng_state(), torch.manual_seed
+    with pytest.raises(errors.CaptureError, match=r"default generator.*step\(seeds=...\)"):
+        fxpipe.compile(model, example)
+    assert torch.manual_seed is same
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def drawn_of_its_mean(x: Tensor) -> Tensor:
+    return torch.bernoulli(x.sigmoid()) + torch.normal(x, 0.1)
+
+
+def test_what_decides_about_a_draw_has_a_gradient_of_zeros() -> None:
+    batch = [{"x": torch.randn(2, 3, WIDTH).double()}]
+    model = nn.Module()
+    model.stem, model.rest = nn.Linear(WIDTH, WIDTH), Applied(drawn_of_its_mean)
+    model.forward = lambda x: model.rest(model.stem(x))
+    model.double()
+    torch.manual_seed(7)
+    model(**batch[0]).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    pipe = fxpipe.compile(model, batch[0], ranks=1)
+    torch.manual_seed(7)
+    pipe.step(batch)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+    assert not wanted["stem.weight"].any()
 
 
 def test_no_chance_costs_nothing() -> None:
