@@ -35,7 +35,8 @@ from benchmarks import real_engines, real_fxpipe, real_report
 from benchmarks.measure import agreed_start
 from benchmarks.memory_growth import peak_growth
 from benchmarks.real_model import Microbatch, Omni, Sizes, batch, build, eager
-from benchmarks.real_plans import RANKS, SCHEDULES, balanced, even, measured
+from benchmarks.real_plans import RANKS, SCHEDULES, balanced, even, parts
+from benchmarks.real_report import Found, Measured
 from benchmarks.real_runners import Runner, eager_runner, hand_written, torch_runner
 from fxpipe import Pipe
 
@@ -44,8 +45,6 @@ IMAGES = {ALIKE: (12,) * 8, VARYING: (4, 40, 6, 8, 4, 20, 6, 8)}  # 96 of both
 QUICK = Sizes(encoder=2, backbone=4, generator=1, width=64)
 _MMAP_THRESHOLD = -3  # of mallopt(3)
 _CLOSE = 1e-4  # of a gradient's largest entry, in float32
-
-Found = dict[tuple[str, str], list[float]]  # by workload and runner
 
 
 def main() -> int:
@@ -59,12 +58,12 @@ def main() -> int:
         task = sizes, kinds, rounds, given.quick, given.inductor
         spawn: Any = vars(mp)["spawn"]  # untyped
         spawn(worker, (task, str(Path(folder, "store")), answer), nprocs=RANKS)
-        seconds, memory = answer.get()
+        measured = answer.get()
     engines = {} if given.quick else real_engines.compared(sizes, IMAGES[ALIKE][0])
-    text, reached = real_report.report(seconds, memory, engines, quick=given.quick)
+    text, reached = real_report.report(measured, engines, quick=given.quick)
     print(text)
     if given.plot:
-        real_report.plot(Path(given.plot), seconds, memory)
+        real_report.plot(Path(given.plot), measured)
     return int(not reached)
 
 
@@ -91,17 +90,15 @@ def worker(rank: int, task: tuple[Any, ...], store: str, answer: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure(
-    sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: bool
-) -> tuple[Found, Found]:
-    """Seconds of the steps of each runner, in turns, each round in another order; then MiB by which
-    each rank grows in a step."""
+def measure(sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: bool) -> Measured:
+    """The steps of each runner, in turns, each round in another order; then what they hold."""
     model = build(sizes)
     schedules = real_fxpipe.QUICK if quick else real_fxpipe.SCHEDULES
     pipes = {"aten": real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]))}
     if inductor:
         pipes["inductor"] = real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]), "inductor")
     seconds: Found = {}
+    work: Found = {}
     every = {}
     for kind in kinds:
         every[kind] = runners(model, kind, sizes, pipes, schedules, quick=quick)
@@ -109,8 +106,10 @@ def measure(
         orders = [dealt.sample(every[kind], len(every[kind])) for _ in range(rounds)]
         for runner in chain.from_iterable(orders):
             model.zero_grad()
-            seconds.setdefault((kind, runner.name), []).append(_seconds(runner))
-    return seconds, {} if quick else peaks(model, every)
+            taken, used = _timed(runner)
+            seconds.setdefault((kind, runner.name), []).append(taken)
+            work.setdefault((kind, runner.name), []).append(used)
+    return Measured(seconds, work, {} if quick else peaks(model, every))
 
 
 def runners(
@@ -131,7 +130,7 @@ def runners(
         found.append(real_fxpipe.runner(name, pipes["aten"], data, untold, told=False))
     if "inductor" in pipes:
         found.append(real_fxpipe.runner(name, pipes["inductor"], data, f"{name}, inductor"))
-    takes, layers = measured(model, batch(sizes, IMAGES[ALIKE])[0]), len(model.layers)
+    takes, layers = parts(model, batch(sizes, IMAGES[ALIKE])[0]), len(model.layers)
     for name, (chunks, *_) in SCHEDULES.items():
         plans = {
             "even": even(layers, RANKS * chunks),
@@ -169,13 +168,15 @@ def check(model: Omni, data: list[Microbatch], found: list[Runner]) -> None:
     model.zero_grad()
 
 
-def _seconds(runner: Runner) -> float:
-    """Of one step, from the agreed start to the end of the last rank."""
-    start = agreed_start()
+def _timed(runner: Runner) -> tuple[float, float]:
+    """Seconds of a step, from the agreed start to the end of the last rank, and of CPU, of both."""
+    start, before = agreed_start(), time.process_time()
     runner.step()
     end = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    used = torch.tensor([time.process_time() - before], dtype=torch.float64)
     dist.all_reduce(end, dist.ReduceOp.MAX)
-    return end.item()
+    dist.all_reduce(used)
+    return end.item(), used.item()
 
 
 def peaks(model: Omni, every: dict[str, list[Runner]]) -> Found:

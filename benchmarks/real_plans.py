@@ -63,7 +63,7 @@ def _takes(plan: Plan, takes: Mapping[str, Pair]) -> Callable[[ideal.Op], float]
     )
 
 
-def measured(model: Omni, mb: Microbatch) -> dict[str, Pair]:
+def parts(model: Omni, mb: Microbatch) -> dict[str, Pair]:
     """Seconds of a layer, of what comes before the first and of what comes after the last, the
     same numbers on every rank."""
     hidden = model.read(model.see(mb["images"], mb["sample"]), mb["tokens"]).detach()
