@@ -18,7 +18,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -43,6 +42,7 @@ from fxpipe import Pipe
 ALIKE, VARYING = "alike", "varying"
 IMAGES = {ALIKE: (12,) * 8, VARYING: (4, 40, 6, 8, 4, 20, 6, 8)}  # 96 of both
 QUICK = Sizes(encoder=2, backbone=4, generator=1, width=64)
+QUICK_OF_TORCH = ("1F1B", "ZBV")
 _MMAP_THRESHOLD = -3  # of mallopt(3)
 _CLOSE = 1e-4  # of a gradient's largest entry, in float32
 
@@ -93,7 +93,6 @@ def worker(rank: int, task: tuple[Any, ...], store: str, answer: Any) -> None:
 def measure(sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: bool) -> Measured:
     """The steps of each runner, in turns, each round in another order; then what they hold."""
     model = build(sizes)
-    schedules = real_fxpipe.QUICK if quick else real_fxpipe.SCHEDULES
     pipes = {"aten": real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]))}
     if inductor:
         pipes["inductor"] = real_fxpipe.compiled(model, batch(sizes, IMAGES[ALIKE]), "inductor")
@@ -101,7 +100,7 @@ def measure(sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: 
     work: Found = {}
     every = {}
     for kind in kinds:
-        every[kind] = runners(model, kind, sizes, pipes, schedules, quick=quick)
+        every[kind] = runners(model, kind, sizes, pipes, quick=quick)
         dealt = Random(0)
         orders = [dealt.sample(every[kind], len(every[kind])) for _ in range(rounds)]
         for runner in chain.from_iterable(orders):
@@ -113,25 +112,20 @@ def measure(sizes: Sizes, kinds: list[str], rounds: int, quick: bool, inductor: 
 
 
 def runners(
-    model: Omni,
-    kind: str,
-    sizes: Sizes,
-    pipes: dict[str, Pipe],
-    schedules: Iterable[str],
-    *,
-    quick: bool,
+    model: Omni, kind: str, sizes: Sizes, pipes: dict[str, Pipe], *, quick: bool
 ) -> list[Runner]:
     """Every runner of a workload, its gradients checked."""
     data = batch(sizes, IMAGES[kind])
-    found = [real_fxpipe.runner(name, pipes["aten"], data) for name in schedules]
-    name = real_fxpipe.COMPILED
-    if kind == VARYING and not quick:
-        untold = f"{name}, images not known"
-        found.append(real_fxpipe.runner(name, pipes["aten"], data, untold, told=False))
+    ways = [real_fxpipe.QUICK] if quick else list(real_fxpipe.WAYS)
+    ways = [way for way in ways if kind == VARYING or "not known" not in way]
+    found = [real_fxpipe.runner(way, pipes["aten"], data) for way in ways]
     if "inductor" in pipes:
-        found.append(real_fxpipe.runner(name, pipes["inductor"], data, f"{name}, inductor"))
+        compiled = real_fxpipe.runner(real_fxpipe.COMPILED, pipes["inductor"], data)
+        found.append(compiled._replace(name=f"{compiled.name}, inductor"))
     takes, layers = parts(model, batch(sizes, IMAGES[ALIKE])[0]), len(model.layers)
-    for name, (chunks, *_) in SCHEDULES.items():
+    names = QUICK_OF_TORCH if quick else tuple(SCHEDULES)
+    for name in names:
+        chunks = SCHEDULES[name][0]
         plans = {
             "even": even(layers, RANKS * chunks),
             "balanced": balanced(name, layers, takes, len(data)),

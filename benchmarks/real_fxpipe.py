@@ -1,6 +1,6 @@
 """fxpipe on the model of `benchmarks.real`, each schedule laid out by what its ops have taken."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
@@ -14,8 +14,16 @@ from fxpipe.costmodel import observed
 from fxpipe.costs import Costs
 from fxpipe.cut import Kind
 
-SCHEDULES = ("nested/1f1b", "nested/zb-h1", "auto")
-QUICK, COMPILED = ("nested/zb-h1",), "nested/zb-h1"
+# What there is to run: schedule, options, and whether its table is laid out by what the ops of each
+# microbatch have taken, or by their means, as if only their number were known.
+WAYS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
+    "nested/1f1b": ("nested/1f1b", {}, True),
+    "nested/zb-h1": ("nested/zb-h1", {}, True),
+    "auto": ("auto", {}, True),
+    "auto, few live": ("auto", {"live": {"modality": 1, "llm": 2}}, True),
+    "nested/zb-h1, images not known": ("nested/zb-h1", {}, False),
+}
+QUICK, COMPILED = "nested/zb-h1", "nested/zb-h1"
 _STEPS = 5
 
 
@@ -25,24 +33,17 @@ def compiled(model: Omni, data: Sequence[Microbatch], engine: str = "aten") -> P
     return compile(model, example, schedule="nested/1f1b", backend="gloo", engine=engine)
 
 
-def runner(
-    name: str,
-    pipe: Pipe,
-    data: Sequence[Microbatch],
-    called: str | None = None,
-    *,
-    told: bool = True,
-) -> Runner:
-    """A schedule, derived once more with the seconds that its ops took. told: for each microbatch;
-    without, their means, as if nothing were known of it but how many there are."""
-    first = pipe.reschedule(name)
+def runner(way: str, pipe: Pipe, data: Sequence[Microbatch]) -> Runner:
+    """A way, its table derived once more with the seconds that its ops took."""
+    schedule, options, told = WAYS[way]
+    first = pipe.reschedule(schedule, **options)
     costs = measured(first, data)
-    chosen = first.reschedule(name, costs=costs if told else mean(costs))
+    chosen = first.reschedule(schedule, costs=costs if told else mean(costs), **options)
 
     def step() -> Tensor:
         return chosen.step(data).loss
 
-    return Runner(f"fxpipe {called or name}", step, list(chosen.parameters()))
+    return Runner(f"fxpipe {way}", step, list(chosen.parameters()))
 
 
 def mean(costs: Costs) -> Costs:
