@@ -18,6 +18,7 @@ SUITE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "predicted": (("--quick",), ()),
     "ablations": (("--quick",), ("--emulate",)),
     "headroom": (("--quick",), ()),
+    "real": (("--quick",), ("--inductor",)),
     "memory": ((), ()),
     "memory_growth": (("--quick",), ()),
     "loss_parity": (("--quick",), ()),
@@ -26,7 +27,7 @@ SUITE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "overhead": (("--ms", "10", "--rounds", "1"), ()),
 }
 # Their bars hold on an idle machine only; a quick run shows the figures and forgives a miss.
-IDLE = ("overhead",)
+IDLE = ("overhead", "real")
 _QUICK, _FULL = 300.0, 7200.0  # seconds of one
 
 
