@@ -3,6 +3,7 @@
 Tried on torch 2.13.0. See torch_internals.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -65,6 +67,23 @@ def fake_like(mode: Any, tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device in a fake-tensor mode, with no symbols."""
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
+
+
+@contextmanager
+def sizes_without_a_greatest() -> Iterator[None]:
+    """Inside, new sizes that depend on data have no upper bound in place of the greatest integer:
+    torch divides that as a float, where a size equals a multiple of another, and then takes the
+    quotient for too great."""
+    known = symbolic_shapes._constrain_range_for_size
+
+    def constrain(a: Any, min: int | None = None, max: int | None = None) -> None:
+        known(a, min, None if max == sys.maxsize - 1 else max)
+
+    symbolic_shapes._constrain_range_for_size = constrain
+    try:
+        yield
+    finally:
+        symbolic_shapes._constrain_range_for_size = known
 
 
 def new_fake_mode() -> AbstractContextManager[Any]:

@@ -21,6 +21,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.pieces import Piece
 from fxpipe.torch_internals import expression, storage_of, trying
+from fxpipe.torch_modes import sizes_without_a_greatest
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def _trace(
         ]
 
     plain = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-    traced = make_fx(run, tracing_mode="symbolic")(plain, given)
+    with sizes_without_a_greatest():
+        traced = make_fx(run, tracing_mode="symbolic")(plain, given)
     if any(map(is_in_place, traced.graph.nodes)):
         # Some formulas of autograd write in place: the parts must not depend on the order.
         traced = functionalise(traced)

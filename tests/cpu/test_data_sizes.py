@@ -87,3 +87,35 @@ def test_sizes_that_activations_decide_do_not_cross() -> None:
     example = {"ids": torch.arange(5), "pixels": torch.randn(6, 4)}
     with pytest.raises(StageError, match="weights or activations decide"):
         fxpipe.compile(Picky(), example, ranks=2)
+
+
+class PutIn(nn.Module):
+    """Puts the features of images, four of each, where a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.query = nn.Parameter(torch.randn(4, 1, 4))
+        self.embed = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, pixels: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.vision:
+            pixels = layer(pixels).tanh()
+        features = (self.query + pixels).transpose(0, 1)
+        x = self.embed(ids)
+        x[mask.bool()] = features.reshape(-1, 4)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def test_a_mask_picks_a_multiple_of_the_images() -> None:
+    batch = []
+    for images, length in ((2, 6), (3, 7)):
+        mask = torch.zeros(images, length, dtype=torch.long)
+        mask[:, 1:5] = 1
+        ids, pixels = torch.randint(0, 9, (images, length)), torch.randn(images, 4).double()
+        batch.append({"ids": ids, "pixels": pixels, "mask": mask})
+    pipe = trained_alike(PutIn().double(), batch, 1e-10, ranks=2)
+    assert pipe.captures == 1
