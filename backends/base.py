@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.backends.device import Device
+from fxpipe.costs import Costs
+from fxpipe.device import Device as Speed
 from fxpipe.table import Table
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -77,6 +79,7 @@ class Backend(Protocol):
     ahead: how many receives of a channel may be posted before the row asks for them. On gloo a
     transfer starts only when its receive is posted, and a posted receive holds up nothing; on an
     accelerator it occupies the device, and the table's own slots are the right ones.
+    costs: what ops take on an emulated machine; None where they compute.
     """
 
     name: str
@@ -84,6 +87,11 @@ class Backend(Protocol):
     mine: tuple[int, ...]
     device: Device
     ahead: int
+    costs: Costs | Speed | None
+
+    def costing(self, costs: Costs | Speed | None) -> "Backend":
+        """The same processes, emulating a machine of other costs; itself where ops compute."""
+        ...
 
     def connect(self, table: Table) -> None:
         """Open what the table needs: channels, groups. Every rank calls it with the same table."""
@@ -95,3 +103,15 @@ class Backend(Protocol):
         Raises RankError on every rank if it raises on any.
         """
         ...
+
+
+def exchanged(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
+    """Each rank's numbers, by rank. Every rank calls it, in a process of its own."""
+    mine = torch.tensor(numbers, device=backend.device.device)
+
+    def body(rank: int, transport: Transport) -> Sequence[tuple[int, list[int]]]:
+        found = transport.collect({(rank, 0): mine}, None)
+        return sorted((who, numbers.tolist()) for (who, _), numbers in found.items())
+
+    (found,) = backend.run(body).values()
+    return [numbers for _, numbers in found]

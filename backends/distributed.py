@@ -22,6 +22,8 @@ import torch.distributed as dist
 from fxpipe.backends.base import LostError, Transport
 from fxpipe.backends.device import device_of
 from fxpipe.backends.wire import Channel, Wire
+from fxpipe.costs import Costs
+from fxpipe.device import Device as Speed
 from fxpipe.errors import RankError
 from fxpipe.table import Table
 
@@ -34,6 +36,8 @@ _PATIENCE = 5.0  # seconds that a rank waits for news about a failure
 
 class Distributed:
     """A backend of one rank of a group of processes."""
+
+    costs: Costs | Speed | None = None
 
     def __init__(self, name: str, members: Sequence[int]) -> None:
         self.name = name
@@ -54,6 +58,10 @@ class Distributed:
         self._edges: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
         self._wire = Wire(self._rank, self.device.device, self._groups, self._channels)
+
+    def costing(self, costs: Costs | Speed | None) -> "Distributed":
+        """Its ops compute, whatever costs say."""
+        return self
 
     def connect(self, table: Table) -> None:
         """Open groups and channels in one sorted order, and use each once: libraries connect at

@@ -38,12 +38,12 @@ class Emulated:
                 "backend 'emulated' needs to know what ops take: pass costs=, a fxpipe.costs.Costs "
                 "or a fxpipe.device.Device"
             )
-        self.costs = costs
+        self.costs: Costs | Device | None = costs
         self.ranks, self.mine = inner.ranks, inner.mine
         self.device, self.ahead = inner.device, inner.ahead
         self._inner = inner
 
-    def costing(self, costs: Costs | Device) -> "Emulated":
+    def costing(self, costs: Costs | Device | None) -> "Emulated":
         """The same processes with other costs."""
         return Emulated(self._inner, costs)
 

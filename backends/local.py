@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fxpipe.backends.base import Key, LostError, Spec, Transport
 from fxpipe.backends.device import Device
+from fxpipe.costs import Costs
+from fxpipe.device import Device as Speed
 from fxpipe.errors import RankError
 from fxpipe.table import Table
 
@@ -25,11 +27,16 @@ class Local:
 
     name = "local"
     ahead = 1
+    costs: Costs | Speed | None = None
 
     def __init__(self, ranks: int, device: torch.device | None = None) -> None:
         self.ranks = ranks
         self.mine = tuple(range(ranks))
         self.device = Device(device or torch.device("cpu"))
+
+    def costing(self, costs: Costs | Speed | None) -> "Local":
+        """Its ops compute, whatever costs say."""
+        return self
 
     def connect(self, table: Table) -> None:
         """Nothing to open."""

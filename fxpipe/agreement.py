@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.backends import Backend
-from fxpipe.backends.base import Transport
+from fxpipe.backends.base import exchanged
 from fxpipe.copies import Names
 from fxpipe.errors import BatchError
 from fxpipe.trees import take_apart
@@ -26,7 +26,7 @@ def check_weights(backend: Backend, held: Names, state: Mapping[str, Tensor]) ->
         return
     mine = held[backend.mine[0]]
     hashes = [fingerprint(state[name]) if name in mine else 0 for name in shared]
-    found = _exchanged(backend, hashes)
+    found = exchanged(backend, hashes)
     for at, name in enumerate(shared):
         ranks = [rank for rank, own in enumerate(held) if name in own]
         other = next((r for r in ranks if found[r][at] != found[ranks[0]][at]), None)
@@ -39,7 +39,7 @@ def check_weights(backend: Backend, held: Names, state: Mapping[str, Tensor]) ->
 
 def check_batch(backend: Backend, parts: Sequence[Any]) -> None:
     """Raises BatchError, on every rank, if ranks were given different batches."""
-    found = _exchanged(backend, [_digest(part) for part in parts] or [0])
+    found = exchanged(backend, [_digest(part) for part in parts] or [0])
     for rank, digests in enumerate(found):
         if len(digests) != len(found[0]):
             raise BatchError(
@@ -77,15 +77,3 @@ def _text(leaf: object) -> str:
         return f"{tuple(leaf.shape)} {leaf.dtype} {known}"
     plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
     return repr(leaf) if plain else type(leaf).__qualname__
-
-
-def _exchanged(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
-    """Each rank's numbers, by rank."""
-    mine = torch.tensor(numbers, device=backend.device.device)
-
-    def body(rank: int, transport: Transport) -> Sequence[tuple[int, list[int]]]:
-        found = transport.collect({(rank, 0): mine}, None)
-        return sorted((who, numbers.tolist()) for (who, _), numbers in found.items())
-
-    (found,) = backend.run(body).values()
-    return [numbers for _, numbers in found]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.backends import Backend
-from fxpipe.backends.base import Transport
+from fxpipe.backends.base import Transport, exchanged
 from fxpipe.errors import BatchError
 
 _AT_ONCE = 64 << 20  # bytes of parameters that are under way together
@@ -109,17 +109,15 @@ class Copies:
         written = any(not mark.same(state[name]) for name, mark in self._given.items())
         # Who loads a state writes to the others too.
         in_use = written and any(mark.same(state[name]) for name, mark in self._marks.items())
-        mine = torch.tensor([len(self._behind), self._rank, in_use], device=backend.device.device)
-        (found,) = backend.run(lambda rank, t: t.collect({(rank, 0): mine}, None)).values()
-        said = {rank: numbers.tolist() for (rank, _), numbers in found.items()}
-        for rank, (ranks, before, _) in sorted(said.items()):
+        said = exchanged(backend, [len(self._behind), self._rank, in_use])
+        for rank, (ranks, before, _) in enumerate(said):
             if (ranks, before) != (backend.ranks, rank):
                 raise BatchError(
                     f"rank {rank} of {backend.ranks} trained this model as rank {before} of "
                     f"{ranks}, and where its newest parameters are is not known. Gather the "
                     "state_dict() of all ranks, load it into a new model, and compile that"
                 )
-        self.in_use = any(used for _, _, used in said.values())
+        self.in_use = any(used for _, _, used in said)
 
     @property
     def any_behind(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.backends import Backend, Emulated
+from fxpipe.backends import Backend
 from fxpipe.bind import Bound
 from fxpipe.cut import Cut
 from fxpipe.errors import BackendError, BatchError, FxpipeError
@@ -65,7 +65,7 @@ class Evaluations:
     ) -> Evaluation:
         """One evaluation, as `Pipe.evaluate` describes it."""
         ranks = self._backend.ranks
-        if isinstance(self._backend, Emulated):
+        if self._backend.costs is not None:
             raise BackendError(
                 "backend 'emulated' computes nothing, so there is nothing to evaluate; evaluate "
                 "with pipe.reschedule(..., backend='local')"

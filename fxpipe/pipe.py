@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.backends import Backend, Emulated, choose
+from fxpipe.backends import Backend, choose
 from fxpipe.capture import Captured
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
@@ -149,10 +149,8 @@ class Pipe:
         how = scheduler(schedule, Options(**options))
         ranks = how.ranks if ranks is None else ranks
         same = backend is None and ranks in (None, self.backend.ranks)
-        where, costs = self.backend, options.get("costs")
-        if isinstance(where, Emulated):
-            costs = costs or where.costs
-            where = where.costing(costs)
+        costs = options.get("costs") or self.backend.costs
+        where = self.backend.costing(costs)
         if not same:
             where = choose(backend or where.name, ranks, costs=costs)
         variants = self._variants.rescheduled(how, where.ranks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.agreement import check_batch, check_weights
-from fxpipe.backends import Backend, Emulated
+from fxpipe.backends import Backend
 from fxpipe.bind import Bound, Fit
 from fxpipe.costs import Costs
 from fxpipe.cut import Cut
@@ -123,7 +123,7 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
         written."""
-        emulated = isinstance(self._backend, Emulated)
+        emulated = self._backend.costs is not None
         if not emulated:
             _refuse_meta(self._variants.device)
         if self._apart and self.last is None:
@@ -162,14 +162,13 @@ class Steps:
             held = known.holding.by_rank(known.union)
             if known.holding.copies.bring(self._backend, held, known.state):
                 check_weights(self._backend, held, known.state)
-        elif known.holding.copies.any_behind and not isinstance(self._backend, Emulated):
+        elif known.holding.copies.any_behind and self._backend.costs is None:
             known.holding.copies.refuse(known.held(self._backend.mine), known.state)
 
     @property
     def _apart(self) -> bool:
         """Whether other processes train copies of the model of their own."""
-        emulated = isinstance(self._backend, Emulated)
-        return len(self._backend.mine) < self._backend.ranks and not emulated
+        return len(self._backend.mine) < self._backend.ranks and self._backend.costs is None
 
     @property
     def count(self) -> int:
@@ -218,15 +217,13 @@ class Steps:
     def _where(self) -> Backend:
         """The backend; an emulated device as what it takes for the microbatches known so far."""
         where = self._backend
-        if isinstance(where, Emulated) and isinstance(where.costs, Device):
+        if isinstance(where.costs, Device):
             return where.costing(self._variants.reckon(where.costs))
         return where
 
     def _engine(self) -> str | Emulation:
-        where = self._where()
-        if isinstance(where, Emulated) and isinstance(where.costs, Costs):
-            return Emulation(where.costs)
-        return self.engine
+        costs = self._where().costs
+        return Emulation(costs) if isinstance(costs, Costs) else self.engine
 
     def _weights(self, weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
         if weights is None:
