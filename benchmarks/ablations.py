@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.asked import given, parser
 from benchmarks.seeds_emulated import in_turns, shortest, spread
 from benchmarks.systems import Row, System, simulated
-from benchmarks.workloads import BIGMAC_U, MPIPE_B, WORKLOADS, Workload
+from benchmarks.workloads import BIGMAC_U, MPIPE_B, Workload
 from fxpipe.costmodel import warmup_slack
 from fxpipe.cut import Kind
 from fxpipe.emulation import stretched
@@ -58,15 +59,15 @@ Part = Callable[[Workload, float], Iterator[Variant]]
 
 def main() -> int:
     """The command line."""
-    given = _options()
+    asked = _options()
     reached = True
-    for workload in given.workloads:
+    for workload in asked.workloads:
         print(f"\n**{workload.name}**: P = {workload.ranks}, M = {workload.microbatches}\n")
         print("| part | variant | step, s | to the usual | vision, GB | measured |")
         print("|---|---|---|---|---|---|")
         for name, part in PARTS.items():
-            found = list(part(workload, given.effort))
-            measured = _measured([x.row for x in found], given) if given.emulate else None
+            found = list(part(workload, asked.effort))
+            measured = _measured([x.row for x in found], asked) if asked.emulate else None
             reached &= _show(name, found, measured)
         for line in weights(workload):
             print(line)
@@ -188,10 +189,10 @@ def _listed(workload: Workload, policy: Policy) -> Row:
     return Row(system, workload, replace(row.found, table=table, timeline=timeline))
 
 
-def _measured(rows: Sequence[Row], given: argparse.Namespace) -> list[str]:
-    factor = max(1.0, given.unit / 1e3 / min(map(shortest, rows)))
+def _measured(rows: Sequence[Row], asked: argparse.Namespace) -> list[str]:
+    factor = max(1.0, asked.unit / 1e3 / min(map(shortest, rows)))
     jobs = [(row.found.table, stretched(row.found.costs, factor)) for row in rows]
-    steps = in_turns(jobs, given.rounds, 1 / 64)
+    steps = in_turns(jobs, asked.rounds, asked.fraction)
     return [spread([step.makespan / factor for step in found]) for found in steps]
 
 
@@ -215,19 +216,8 @@ def _fields(variant: Variant) -> tuple[str, Row, bool]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one workload and little effort")
-    parser.add_argument("--names", help="of workloads; by default Mpipe B, BigMac understanding")
-    parser.add_argument("--effort", type=float, help="of each search; 1, or 0.1 with --quick")
-    parser.add_argument("--emulate", action="store_true", help="run all on emulated chips as well")
-    parser.add_argument("--unit", type=float, default=50.0, help="ms of the shortest backbone op")
-    parser.add_argument("--rounds", type=int, default=3, help="of emulated steps")
-    given = parser.parse_args()
-    given.effort = given.effort or (0.1 if given.quick else 1.0)
-    usual = [BIGMAC_U] if given.quick else [MPIPE_B, BIGMAC_U]
-    named = [x for x in WORKLOADS if given.names and x.name in given.names.split(",")]
-    given.workloads = named or usual
-    return given
+    made = parser(__doc__, "Mpipe B, BigMac understanding")
+    return given(made, [MPIPE_B, BIGMAC_U], BIGMAC_U)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.asked import given, parser
 from benchmarks.seeds_emulated import emulated
 from benchmarks.seeds_tables import batch_sweep, lines, notes, published
 from benchmarks.sweeping import factors
 from benchmarks.systems import BY_NAME, PAPERS, SYSTEMS, Row, simulated
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import BIGMAC_U, WORKLOADS, Workload
 
 GAIN = 1.05  # of auto over the better of the papers' methods, in the median over the marks
 NEAR = 0.5  # of what the bound leaves to gain, where that is less than GAIN
@@ -33,28 +34,27 @@ Marks = dict[str, dict[str, Row]]
 
 def main() -> int:
     """The command line."""
-    given = _options()
-    workloads = [x for x in WORKLOADS if not given.names or x.name in given.names.split(",")]
-    workloads = workloads[2:3] if given.quick and not given.names else workloads
+    asked = _options()
+    workloads = asked.workloads
     marks: Marks = {}
-    for name, rows in _marks(workloads, given.effort, drawn=not given.quick):
+    for name, rows in _marks(workloads, asked.effort, drawn=not asked.quick):
         marks[name] = rows
         print("\n".join(["", *lines(name, rows)]), flush=True)
     print("\n".join(["", *published(marks.values()), "", *notes(workloads)]), flush=True)
     found = [_gains(marks)]
-    if not given.no_sweep:
-        text, flat = batch_sweep(workloads[-1] if given.quick else WORKLOADS[2], given.effort)
+    if not asked.no_sweep:
+        text, flat = batch_sweep(workloads[-1] if asked.quick else WORKLOADS[2], asked.effort)
         print("\n".join(["", *text]), flush=True)
         found.append(flat)
-    if given.emulate:
+    if asked.emulate:
         alike = {name: rows for name, rows in marks.items() if "drawn" not in name}
-        found.append(emulated(alike.values(), given.unit / 1e3, given.rounds, given.fraction))
-    if given.csv:
-        _write(given.csv, marks)
-    if given.plots:
+        found.append(emulated(alike.values(), asked.unit / 1e3, asked.rounds, asked.fraction))
+    if asked.csv:
+        _write(asked.csv, marks)
+    if asked.plots:
         from benchmarks.seeds_plots import plot  # needs matplotlib
 
-        plot(Path(given.plots), given.effort)
+        plot(Path(asked.plots), asked.effort)
     return int(not all(found))
 
 
@@ -107,22 +107,11 @@ def _write(path: str, marks: Marks) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one workload, in seconds")
-    parser.add_argument("--names", help="of workloads, as in 'Mpipe B,Mpipe A'; by default all")
-    parser.add_argument("--effort", type=float, help="of each search; 1, or 0.1 with --quick")
-    parser.add_argument("--no-sweep", action="store_true", help="leave the batch sweep out")
-    parser.add_argument("--emulate", action="store_true", help="run the marks on emulated chips")
-    parser.add_argument("--unit", type=float, default=50.0, help="ms of the shortest backbone op")
-    parser.add_argument("--rounds", type=int, default=3, help="of emulated steps")
-    parser.add_argument(
-        "--fraction", type=float, default=1 / 64, help="of the transfers' bytes that travel"
-    )
-    parser.add_argument("--csv", metavar="FILE", help="write every simulated row")
-    parser.add_argument("--plots", metavar="FOLDER", help="write the curves; needs matplotlib")
-    given = parser.parse_args()
-    given.effort = given.effort or (0.1 if given.quick else 1.0)
-    return given
+    made = parser(__doc__, "all")
+    made.add_argument("--no-sweep", action="store_true", help="leave the batch sweep out")
+    made.add_argument("--csv", metavar="FILE", help="write every simulated row")
+    made.add_argument("--plots", metavar="FOLDER", help="write the curves; needs matplotlib")
+    return given(made, list(WORKLOADS), BIGMAC_U)
 
 
 if __name__ == "__main__":
