@@ -15,12 +15,7 @@ from fxpipe.errors import CaptureError, ReadError
 from fxpipe.libraries import libraries_as_untraced
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.torch_internals import is_fake
-from fxpipe.torch_patches import (
-    checkpoints_as_calls,
-    data_as_detach,
-    inference_as_no_grad,
-    no_state_set,
-)
+from fxpipe.torch_patches import no_state_set, recorded
 
 T = TypeVar("T")
 DRAWN = (
@@ -46,7 +41,7 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     before = python_words()
     numbers = _numbers(model)
     with python_left_alone(), libraries_as_untraced():
-        with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), no_state_set():
+        with recorded(), no_state_set():
             yield
         drawn = python_has_drawn(before)
     moved.clear()
@@ -66,6 +61,22 @@ def no_trace_left(model: nn.Module) -> Iterator[None]:
         for place, before in held:
             if _is_traced(place):
                 _restore(place, before)
+
+
+@contextmanager
+def nothing_put_away(model: nn.Module) -> Iterator[None]:
+    """Whatever code puts away inside is taken out again, also what has values."""
+    held = [(place, place.copy()) for place in _places(model)]
+    try:
+        yield
+    finally:
+        for place, before in held:
+            if isinstance(place, list):
+                place[:] = before
+                continue
+            for key in [key for key, value in place.items() if before.get(key, held) is not value]:
+                del place[key]
+            place.update({key: value for key, value in before.items() if key not in place})
 
 
 def _restore(place: Any, before: Any) -> None:

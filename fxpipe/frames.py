@@ -1,16 +1,26 @@
 """Where in a model's code something happens: lines of errors and of the running code."""
 
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
+_PYTHON = sysconfig.get_paths()["stdlib"]
+
 
 def is_torch_code(code: CodeType) -> bool:
     """Whether code is of torch itself."""
     return code.co_filename.startswith(str(Path(torch.__file__).parent))
+
+
+def is_model_code(code: CodeType) -> bool:
+    """Whether code is neither torch's, nor fxpipe's, nor of Python itself."""
+    name = code.co_filename
+    own = not name.startswith(_PYTHON) or "site-packages" in name
+    return own and "/sympy/" not in name and _is_foreign(code)
 
 
 def calling_line(error: BaseException | None = None) -> str:

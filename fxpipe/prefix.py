@@ -27,7 +27,7 @@ from fxpipe.readings import LeakError, Read
 from fxpipe.replaced import write_back
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
-from fxpipe.torch_patches import no_seeding
+from fxpipe.torch_patches import no_seeding, recorded
 from fxpipe.trees import map_leaves, take_apart
 from fxpipe.wanted import Reader
 
@@ -143,7 +143,10 @@ class Suffix(nn.Module):
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
-        with python_left_alone(), no_seeding(), border, libraries_as_untraced(), self.layout:
+        quiet = python_left_alone(), no_seeding()
+        with ExitStack() as stack:
+            for context in (*quiet, border, libraries_as_untraced(), recorded(), self.layout):
+                stack.enter_context(context)
             try:
                 border.start()
                 values = self.reader(self.model(*args, **kwargs))

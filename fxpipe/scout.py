@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.concrete import NeedsValuesError
 from fxpipe.errors import ReadError
+from fxpipe.faithful import nothing_put_away
 from fxpipe.readings import LeakError
 from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
@@ -30,7 +31,7 @@ def scout(whole: nn.Module, tensors: Sequence[Tensor]) -> None:
         mode = export_mode()
         state = {name: fake_like(mode, tensor) for name, tensor in named_state(whole)}
         fakes = tuple(fake_like(mode, tensor) for tensor in tensors)
-        with quiet_failure(), undone(model), run_as_exported(mode):
+        with quiet_failure(), undone(model), nothing_put_away(model), run_as_exported(mode):
             torch.func.functional_call(whole, state, fakes)
     except DECISIVE:
         raise

@@ -1,5 +1,6 @@
 """What of torch is replaced while a model is traced, since export records less than it does."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import CaptureError
-from fxpipe.frames import calling_line
+from fxpipe.frames import calling_line, is_model_code
 from fxpipe.torch_internals import is_fake
 
 SEEDED = (
@@ -19,6 +20,34 @@ SEEDED = (
 )
 _SEEDING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 _OTHER = 0x5EED_F0F0_1234_5678  # a seed that nobody else takes
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """A model's code as it is to be run by any trace."""
+    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), sizes_as_text():
+        yield
+
+
+@contextmanager
+def sizes_as_text() -> Iterator[None]:
+    """Inside, where a model's code writes a size down (`f"{x.shape[1]}"`), it gets the number, for
+    which the trace then holds; torch's text of it is a symbol, the same for all numbers."""
+    numbers: dict[Any, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float}
+    before = {kind: kind.__repr__ for kind in numbers}
+
+    def text(self: Any) -> str:
+        if is_model_code(sys._getframe(1).f_code):
+            return repr(numbers[type(self)](self))
+        return str(before[type(self)](self))
+
+    for kind in numbers:
+        kind.__repr__ = text
+    try:
+        yield
+    finally:
+        for kind, original in before.items():
+            kind.__repr__ = original
 
 
 @contextmanager

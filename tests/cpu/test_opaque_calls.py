@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.inputs import Microbatch
-from tests.eager import step_alike
+from tests.eager import step_alike, trained_alike
 
 
 class Decoder(nn.Module):
@@ -47,6 +48,26 @@ class Model(nn.Module):
         return None if mask.all() else mask
 
 
+class Recorded(nn.Module):
+    """Draws in Python, then does what a trace has to be told of: code that is checkpointed, and a
+    factor made under inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids) * random.uniform(2, 2))
+        with torch.inference_mode():
+            factor = self.scale(x).abs().mean()
+        x = x * factor.clone()
+        for block in self.blocks[1:]:
+            y: Tensor = checkpoint(block, x, use_reentrant=True)
+            x = x + y + checkpoint(block, x.detach(), use_reentrant=True)
+        return x.square().mean()
+
+
 def microbatch(length: int, padding: int = 0, image: int = 0) -> Microbatch:
     g = torch.Generator().manual_seed(length)
     mask = torch.ones(2, length, dtype=torch.long)
@@ -80,3 +101,10 @@ def test_flags_that_every_rank_can_know_choose_a_variant(pipe: fxpipe.Pipe) -> N
 def test_text_alone_beside_an_opaque_stage(pipe: fxpipe.Pipe) -> None:
     alike(pipe, BATCH)
     assert [captured.prefix is None for captured in pipe.variants].count(True) == 1
+
+
+def test_what_follows_is_recorded_as_in_any_graph() -> None:
+    torch.manual_seed(0)
+    batch = [{"ids": torch.randint(0, 9, (2, length))} for length in (3, 4)]
+    pipe = trained_alike(Recorded().double(), batch, 1e-10, ranks=1)
+    assert pipe.captured.prefix is not None
