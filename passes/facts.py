@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.capture import Captured
 from fxpipe.cut import Role
-from fxpipe.dataflow import arguments, aten, data_inputs, spread, work
+from fxpipe.dataflow import arguments, aten, behind, data_inputs, spread, work
 from fxpipe.passes.anchors import Known, recognised
 from fxpipe.passes.chains import find_chains
 
@@ -51,7 +51,15 @@ class Facts:
     @cached_property
     def _lookups(self) -> set[fx.Node]:
         found = [node for node in self.graph.nodes if node.target is aten.embedding.default]
-        return {n for n in found if self.leaves[arguments(n)[1]] & self.integer_leaves}
+        return {n for n in found if self._is_given(arguments(n)[1])}
+
+    def _is_given(self, index: fx.Node) -> bool:
+        """Whether integers come from an input; where its values are held, from a constant."""
+        if self.leaves[index] & self.integer_leaves:
+            return True
+        sources = {index, *behind([index], lambda _: False)} if self.captured.values else set()
+        constants = self.captured.constants
+        return any(self.captured.state.get(node.name) in constants for node in sources)
 
     @cached_property
     def _words(self) -> int:

@@ -87,3 +87,32 @@ def test_tower_in_two_parts_text_and_generator() -> None:
     }
     assert home == {m: (name,) for name, modules in wanted.items() for m in modules.split()}
     assert len(regions.blocks) == 2
+
+
+class Marked(nn.Module):
+    """A tower with more work than the text has, whose features go where a token is, if it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.layers = blocks(4), blocks(2)
+        self.embed, self.head = nn.Embedding(19, WIDTH), nn.Linear(WIDTH, 19)
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
+        for layer in self.vision:
+            pixels = layer(pixels)
+        x = self.embed(ids)
+        if (ids == 18).any():
+            x = torch.where((ids == 18).unsqueeze(-1), pixels.mean(1, keepdim=True), x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_text_is_the_backbone_also_where_its_tokens_are_read() -> None:
+    microbatch = {"ids": torch.tensor([[1, 18, 3]]), "pixels": torch.randn(1, 9, WIDTH)}
+    captured = capture(Marked(), microbatch)
+    assert captured.values
+    symbols, _ = solve(captured.leaves, [tensor for _, tensor in flatten(microbatch)[0]])
+    regions = find_regions(captured, symbols)
+    of = {path(node).partition(".")[0]: region for node, region in regions.of.items()}
+    assert (of["vision"], of["layers"]) == (("vision",), ("llm",))
