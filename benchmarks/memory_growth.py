@@ -32,13 +32,11 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.emulated import Chain
+from benchmarks.resident import Step, peak_growth
 
 RANKS, WIDTH, BAR = 4, 1 << 20, 0.2
 COUNTS, FEW = (8, 16, 32), (8, 32)
 RUNNERS = ("fxpipe nested/1f1b", "fxpipe nested/interleaved", "torch 1F1B", "torch interleaved")
-
-
-Step = Callable[[], object]
 
 
 def fxpipe_steps(name: str) -> Callable[[list[Tensor]], Step]:
@@ -102,21 +100,6 @@ def worker(rank: int, names: list[str], counts: list[int], store: str, answer: A
         answer.put(found)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def peak_growth(step: Step) -> float:
-    """MiB by which the resident set grows while a step runs."""
-    gc.collect()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what there is now
-    before = _status("VmRSS")
-    step()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def main() -> int:

@@ -32,11 +32,11 @@ import torch.multiprocessing as mp
 
 from benchmarks import real_engines, real_fxpipe, real_report
 from benchmarks.measure import agreed_start
-from benchmarks.memory_growth import peak_growth
 from benchmarks.real_model import Microbatch, Omni, Sizes, batch, build, eager
 from benchmarks.real_plans import RANKS, SCHEDULES, balanced, even, parts
 from benchmarks.real_report import Found, Measured
 from benchmarks.real_runners import Runner, eager_runner, hand_written, torch_runner
+from benchmarks.resident import peak_growth
 from fxpipe import Pipe
 
 ALIKE, VARYING = "alike", "varying"
