@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.state import canonical_names
-from fxpipe.surroundings import Space, Surroundings, content, is_library, surroundings
+from fxpipe.surroundings import LARGE, Space, Surroundings, content, is_library, surroundings
 from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
 
 Mode = tuple[object, ...]
@@ -29,7 +29,6 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6  # of containers and configurations in one another
-_LARGE = 256  # a container outside of the modules that holds more is a cache
 
 
 class Watch:
@@ -65,14 +64,14 @@ class _Seen:
         self._cells: list[types.CellType] = []
         self._names: list[tuple[Space, Callable[[Any], tuple[object, ...]]]] = []
         self._classes: list[Space] = []
-        self._called: list[object] = []
+        self._met: list[object] = []
         self._known: dict[int, object] = {}
         self._state = [*model.parameters(), *model.buffers()]
         self._own = set(map(id, self._state))
         entries = [(name, *self._module(module)) for name, module in model.named_modules()]
         entries.append(("loss_fn", *self._loss(loss_fn)))
         classes = {type(module): None for module in (*model.modules(), *_modules(loss_fn))}
-        entries.append(("code", *self._around(surroundings(self._called, classes))))
+        entries.append(("code", *self._around(surroundings(self._met, classes))))
         self._known.clear()  # ids are good for as long as nothing has changed
         self._sizes = list(map(len, self._dicts))
         self._values = self._now()
@@ -124,7 +123,7 @@ class _Seen:
 
     def _function(self, function: Any, depth: int) -> object:
         """A function that is no module, with what it is bound to; what it reads comes later."""
-        self._called.append(function)
+        self._met.append(function)
         if isinstance(function, types.MethodType):
             return _Same(function.__func__), self._value(function.__self__, depth - 1)
         if isinstance(function, functools.partial):
@@ -144,7 +143,7 @@ class _Seen:
 
     def _outside(self, value: Any) -> object:
         """Of what is no part of a module: plain values, tensors and small containers of such."""
-        container = type(value) in _CONTAINERS and len(value) <= _LARGE
+        container = type(value) in _CONTAINERS and len(value) <= LARGE
         own = isinstance(value, (*_PLAIN, Tensor, types.SimpleNamespace)) or container
         return self._value(value, _DEPTH) if own or not is_library(value) else _Same(value)
 
@@ -166,6 +165,8 @@ class _Seen:
             return _Same(value), written(value)
         if isinstance(value, _CALLED) and depth > 0:
             return self._function(value, depth)
+        if not isinstance(value, _CONTAINERS):
+            self._met.append(value)
         inside = _inside(value)
         if inside is None or not depth or not _is_looked_into(value, depth):
             return _Same(value)

@@ -1,9 +1,10 @@
 """What a model's code reads beside its modules: class attributes, globals, closures and defaults.
 
-    surroundings(functions, classes) -> Surroundings
+    surroundings(values, classes) -> Surroundings
 
-Code is followed from function to function, by the names that it mentions. That of torch, numpy and
-the standard library is not: it keeps books of its own, and gives the same for the same arguments.
+Code is followed from function to function, by the names that it mentions, and into the classes of
+the objects that it meets. That of torch, numpy and the standard library is not: it keeps books of
+its own, and gives the same for the same arguments.
 """
 
 import functools
@@ -17,12 +18,16 @@ Space = Mapping[str, Any]
 _CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "fxpipe"}
 _OPEN = "__main__"  # a script is not the library's module of that name
 _BEGIN = ("forward",)  # of each class of a module
+_OF_OBJECTS = ("__call__", "__getattr__", "__getitem__")  # what runs without being named
+_OF_CLASSES = ("__init__", "__post_init__", *_OF_OBJECTS)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+LARGE = 256  # a container outside of the modules that holds more is a cache
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """spaces: the names that code reads in each namespace; classes: those of the model's modules;
-    cells: what functions enclose; defaults: those of their parameters."""
+    """spaces: the names that code reads in each namespace; classes: those of the model's modules,
+    and of other objects; cells: what functions enclose; defaults: those of their parameters."""
 
     spaces: dict[int, tuple[Space, dict[str, None]]] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
@@ -34,24 +39,68 @@ class Surroundings:
         return ((space, tuple(names)) for space, names in self.spaces.values() if names)
 
 
-def surroundings(functions: Iterable[object], classes: Iterable[type]) -> Surroundings:
-    """All that these functions, and the forward of these classes, may read."""
-    found = Surroundings()
-    for cls in (base for given in classes for base in given.__mro__ if not _is_closed(base)):
-        found.classes[cls] = None
-    pending, names = list(functions), dict.fromkeys(_BEGIN)
-    seen: set[int] = set()
-    while pending or names:
-        pending += [v for cls in found.classes for v in _noted(cls, names, found)]
-        names = {}
-        while pending:
-            for function in _functions(pending.pop()):
-                if id(function) not in seen and not _is_closed(function):
-                    seen.add(id(function))
-                    own = dict.fromkeys(_names(function.__code__))
-                    pending += _read(function, own, found)
-                    names |= own
-    return found
+def surroundings(values: Iterable[object], classes: Iterable[type]) -> Surroundings:
+    """All that these functions and objects, and the forward of these classes, may read."""
+    search = _Search()
+    for cls in classes:
+        search.enter(cls)
+    search.pending += values
+    while search.pending or search.fresh:
+        while search.pending:
+            search.follow(search.pending.pop())
+        search.name()
+    return search.found
+
+
+class _Search:
+    """What was found so far; pending: values to look at; names: those that code mentions, of which
+    the fresh ones were not looked for in the classes yet."""
+
+    def __init__(self) -> None:
+        self.found = Surroundings()
+        self.pending: list[object] = []
+        self.names = dict.fromkeys(_BEGIN)
+        self.fresh: dict[str, None] = {}
+        self._seen: set[object] = set()
+
+    def follow(self, value: object) -> None:
+        """Note what code behind a value reads."""
+        if type(value) in _CONTAINERS:
+            self._open(value)
+        elif isinstance(value, type):
+            self.enter(value, _OF_CLASSES)
+        elif not isinstance(value, ModuleType):
+            self.enter(type(value), _OF_OBJECTS)
+        for function in _functions(value):
+            if self._is_new(id(function)) and not _is_closed(function):
+                own = dict.fromkeys(_names(function.__code__))
+                self.pending += _read(function, own, self.found)
+                self.fresh |= own
+
+    def enter(self, given: type, also: tuple[str, ...] = ()) -> None:
+        """Look for names in a class and its bases from now on. also: for these as well."""
+        if _is_closed(given) or not self._is_new((given, also)):
+            return
+        for cls in (base for base in given.__mro__ if not _is_closed(base)):
+            names = () if cls in self.found.classes else self.names
+            self.found.classes[cls] = None
+            self.pending += _noted(cls, (*names, *also), self.found)
+
+    def name(self) -> None:
+        """Look for the names that are new in every class."""
+        new = [name for name in self.fresh if name not in self.names]
+        self.names |= self.fresh
+        self.fresh = {}
+        self.pending += [v for cls in self.found.classes for v in _noted(cls, new, self.found)]
+
+    def _open(self, container: Any) -> None:
+        if len(container) <= LARGE and self._is_new(id(container)):
+            self.pending += container.values() if isinstance(container, dict) else container
+
+    def _is_new(self, key: object) -> bool:
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
 
 
 def _is_closed(code: type | FunctionType) -> bool:
@@ -96,11 +145,26 @@ def _read(function: FunctionType, names: Iterable[str], found: Surroundings) -> 
         contents.append(content(cell))
     found.defaults.extend(x for x in (function.__defaults__, function.__kwdefaults__) if x)
     contents += [*(function.__defaults__ or ()), *vars(function).values()]
-    inside = _noted(function.__globals__, names, found)
-    for value in [*inside, *contents]:
-        if isinstance(value, (ModuleType, type)) and not is_library(value):
-            contents += _noted(value, names, found)
-    return [*inside, *contents]
+    contents += _noted(function.__globals__, names, found)
+    return [*contents, *_inside(contents, names, found)]
+
+
+def _inside(values: Iterable[object], names: Iterable[str], found: Surroundings) -> list[object]:
+    """What modules and classes hold by these names, and those that they hold."""
+    read: list[object] = []
+    pending, seen = list(values), set[int]()
+    while pending:
+        value = pending.pop()
+        if (
+            isinstance(value, (ModuleType, type))
+            and not is_library(value)
+            and id(value) not in seen
+        ):
+            seen.add(id(value))
+            more = _noted(value, names, found)
+            read += more
+            pending += more
+    return read
 
 
 def is_library(value: object) -> bool:
@@ -114,7 +178,7 @@ def is_library(value: object) -> bool:
 def _noted(owner: object, names: Iterable[str], found: Surroundings) -> list[object]:
     """The values of those names that a namespace has, all of which count from now on."""
     space: Space = owner if isinstance(owner, dict) else vars(owner)
-    here = [name for name in names if name in space and not name.startswith("__")]
+    here = [name for name in names if name in space]
     key = id(owner if isinstance(owner, type) else space)  # that of a class is made anew each time
     known = found.spaces.setdefault(key, (space, {}))[1]
     known.update(dict.fromkeys(here))
@@ -123,11 +187,11 @@ def _noted(owner: object, names: Iterable[str], found: Surroundings) -> list[obj
 
 def _names(code: CodeType) -> Iterator[str]:
     """The names of globals and attributes in code, perhaps as text, and in the code inside it."""
-    yield from code.co_names
+    yield from (name for name in code.co_names if not name.startswith("__"))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
+        elif isinstance(constant, str) and constant.isidentifier() and constant[:2] != "__":
             yield constant
 
 
