@@ -103,7 +103,8 @@ class LayoutReads(TorchFunctionMode):
             self._found.append(LayoutRead(calling_line(), "reads the storage of a tensor", True))
         elif func in _PERHAPS_VIEWS:
             line = calling_line()
-            self._perhaps += [(line, each, each._version) for each in (tensor, made)]
+            writable = (each for each in (tensor, made) if not each.is_inference())
+            self._perhaps += [(line, each, each._version) for each in writable]
         return made
 
 

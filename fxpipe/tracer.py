@@ -8,6 +8,7 @@ which serves all values.
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from fxpipe.capture import Captured, capture
@@ -70,7 +71,8 @@ class Tracer:
         owners = [*named_state(self._model, ties=False), *self._model.named_modules()]
         owners = owners if self._train else []
         refuse_hooks([name or "the model" for name, owner in owners if has_hooks(owner)])
-        return self._on_some_rung(microbatch)
+        with torch.inference_mode(mode=False):  # writes to tensors made in it show nowhere
+            return self._on_some_rung(microbatch)
 
     def lowered(self, microbatch: Microbatch, lower: Callable[[Captured], T]) -> T:
         """What is made of a graph for a microbatch. Where a size that depends on data decides about

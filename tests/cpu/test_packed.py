@@ -116,6 +116,14 @@ def test_other_layouts_share_a_graph() -> None:
     assert pipe.captures == 1
 
 
+def test_tensors_of_inference_mode_are_as_others() -> None:
+    model, made = Tail(plain), laid_out()
+    pipe = fxpipe.compile(model, ranks=1)
+    with torch.inference_mode():
+        for x in (made["packed"], made["transposed"] * 2):
+            torch.testing.assert_close(pipe.evaluate([{"x": x}]).loss, model(x))
+
+
 def test_random_numbers_come_in_each_layouts_order() -> None:
     steps_as_eager(Tail(drops), ("packed", "transposed", "gaps", "transposed"))
 
