@@ -94,7 +94,8 @@ class Prefix:
         finally:
             put_back(self.model, before)
         changed = [n for (n, b), v in zip(held.items(), versions, strict=True) if b._version != v]
-        changed += [n for n in after if n not in self.buffers and not same(after[n], held[n])]
+        others = (n for n in after if n not in self.buffers)
+        changed += [n for n in others if n not in held or not same(after[n], held[n])]
         _check_buffers({name: values[name] for name in self.buffers}, after, changed)
         form, sources, crossing = taken_apart(reached, leaves)
         if (form, sources) != (self.form, self.sources):

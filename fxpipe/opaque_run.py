@@ -38,8 +38,7 @@ def measured(
         with no_seeding():
             reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
-    for name, new in changed.buffers.items():
-        check_replaced(name, model.get_buffer(name), new)
+    _check_buffers(dict(model.named_buffers()), changed.buffers)
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(_reach(value, names, boundary) for value in crossing)
     state = [*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers]
@@ -62,6 +61,11 @@ def measured(
         train=train,
     )
     return prefix, crossing
+
+
+def _check_buffers(own: Mapping[str, Tensor], changed: Mapping[str, Tensor | None]) -> None:
+    for name, new in changed.items():
+        check_replaced(name, own.get(name), new)
 
 
 def _reach(value: Tensor, names: Mapping[int, str], boundary: str) -> frozenset[str]:

@@ -33,6 +33,7 @@ def undone(model: nn.Module) -> Iterator[Changed]:
     changed = Changed()
     before = plain_attributes(model)
     places, copies = _places(model), {n: b.detach().clone() for n, b in model.named_buffers()}
+    slots = _slots(model)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), python_left_alone():
         try:
@@ -41,6 +42,7 @@ def undone(model: nn.Module) -> Iterator[Changed]:
             changed.attributes += put_back(model, before)
             for name, copy in copies.items():
                 _undo(name, copy, places[name], changed)
+            changed.buffers.update(_taken_out(model, slots))
 
 
 def _undo(name: str, copy: Tensor, places: Places, changed: Changed) -> None:
@@ -71,7 +73,7 @@ def own_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict
     them; the model has its own again afterwards. Gives what these buffers have become, and others
     that were replaced. Raises BatchError where that has another shape."""
     after: dict[str, Tensor] = {}
-    places = _places(model)
+    places, slots = _places(model), _slots(model)
     for name, value in values.items():
         copy = value.detach().clone()
         put_in([(module, key, copy) for module, key, _ in places[name]])
@@ -84,6 +86,7 @@ def own_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict
             if made is not own and made is not None:
                 after[name] = made.detach()
             put_in(held)
+        after.update(_taken_out(model, slots))
 
 
 def put_in(places: Places) -> None:
@@ -101,6 +104,28 @@ def _places(model: nn.Module) -> dict[str, Places]:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 found[first[id(buffer)]].append((module, key, buffer))
+    return found
+
+
+def _slots(model: nn.Module) -> dict[str, dict[str, Tensor | None]]:
+    """The buffers of each module, and the names that are kept free for some."""
+    return {path: dict(module._buffers) for path, module in model.named_modules()}
+
+
+def _taken_out(
+    model: nn.Module, before: Mapping[str, Mapping[str, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Buffers that were not there before, which are gone again."""
+    found = {}
+    for path, module in model.named_modules():
+        held = before.get(path, {})
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and held.get(key) is None:
+                found[f"{path}.{key}".lstrip(".")] = buffer.detach()
+                if key in held:
+                    module._buffers[key] = None
+                else:
+                    del module._buffers[key]
     return found
 
 

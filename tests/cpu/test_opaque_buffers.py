@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import RankError, ScheduleError
 from fxpipe.inputs import Microbatch
+from fxpipe.undone import own_buffers, undone
 from tests.eager import step_alike
 
 
@@ -93,3 +94,27 @@ def test_buffers_end_as_in_eager() -> None:
     with pytest.raises(RankError, match=r"tower\.rare is changed for this microbatch"):
         apart.step(rare)
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
+
+
+class Filled(nn.Module):
+    """Reads floats; fills a buffer that was none, and goes on from there."""
+
+    seen: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.ones(4) if self.seen is None else self.seen * 2
+        return x * self.seen if bool(x.max() < 100) else x
+
+
+def test_a_buffer_that_was_none_leaves_no_trace() -> None:
+    model = Filled()
+    with undone(model) as changed:
+        model(torch.ones(2, 4))
+    assert model.seen is None and list(changed.buffers) == ["seen"]
+    with own_buffers(model, {}) as after:
+        model(torch.ones(2, 4))
+    assert model.seen is None and torch.equal(after["seen"], torch.ones(4))
