@@ -26,6 +26,32 @@ class Constants:
     unread = 1.0
 
 
+class Options:
+    scale = 1.0
+
+
+class Scaled:
+    """An object that is called."""
+
+    def __init__(self) -> None:
+        self.by = STARTED
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * INDIRECT
+
+    @classmethod
+    def apply(cls, x: Tensor) -> Tensor:
+        return cls()(x) * factor_of(cls)
+
+
+def factor_of(cls: type) -> float:
+    return cls.times  # type: ignore[attr-defined, no-any-return]
+
+
+Scaled.times = 1.0  # type: ignore[attr-defined]
+STARTED, INDIRECT = 1.0, 1.0
+
+
 def helper(x: Tensor) -> Tensor:
     return inner(x) * SCALE
 
@@ -64,8 +90,10 @@ class Model(Base):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.act = functools.partial(torch.mul, other=1.0)
+        self.held = Options()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = Scaled.apply(x) * self.held.scale
         x = self.act(self.scaled(x)) * self.sign * getattr(self, "more", 1.0)
         x = CLOSED(helper(x)) * TABLE["scale"] * CONFIG.scale * Constants.scale
         for layer in self.layers:
@@ -85,6 +113,10 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "global dict": lambda m, patch: patch(TABLE, "scale", 2.0),
     "global namespace": lambda m, patch: patch(CONFIG, "scale", 2.0),
     "other class": lambda m, patch: patch(Constants, "scale", 2.0),
+    "class of an object": lambda m, patch: patch(Options, "scale", 2.0),
+    "class that is handed on": lambda m, patch: patch(Scaled, "times", 2.0),
+    "call of an object": lambda m, patch: patch(HERE, "INDIRECT", 2.0),
+    "making of an object": lambda m, patch: patch(HERE, "STARTED", 2.0),
     "closure": lambda m, patch: CHANGE(2.0),
     "partial": lambda m, patch: setattr(m, "act", functools.partial(torch.mul, other=2.0)),
 }
@@ -131,6 +163,6 @@ def test_what_code_does_not_read_is_no_change(patch: Any) -> None:
 def test_steps_follow(patch: Any) -> None:
     model, x = Model(), torch.ones(3, 4)
     pipe = fxpipe.compile(model, {"x": x}, ranks=1)
-    for change in ("class attribute", "global", "closure", "method"):
+    for change in ("class attribute", "global", "closure", "class of an object"):
         CHANGES[change](model, patch)
         torch.testing.assert_close(pipe.step([{"x": x}]).loss, model(x))
