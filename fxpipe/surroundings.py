@@ -18,8 +18,8 @@ Space = Mapping[str, Any]
 _CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "fxpipe"}
 _OPEN = "__main__"  # a script is not the library's module of that name
 _BEGIN = ("forward",)  # of each class of a module
-_OF_OBJECTS = ("__call__", "__getattr__", "__getitem__")  # what runs without being named
-_OF_CLASSES = ("__init__", "__post_init__", *_OF_OBJECTS)
+# What runs without being named. (Not `__init__`: from there code leads into half of all libraries.)
+_UNNAMED = ("__call__", "__getattr__", "__getitem__")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 LARGE = 256  # a container outside of the modules that holds more is a cache
 
@@ -67,10 +67,8 @@ class _Search:
         """Note what code behind a value reads."""
         if type(value) in _CONTAINERS:
             self._open(value)
-        elif isinstance(value, type):
-            self.enter(value, _OF_CLASSES)
         elif not isinstance(value, ModuleType):
-            self.enter(type(value), _OF_OBJECTS)
+            self.enter(value if isinstance(value, type) else type(value), _UNNAMED)
         for function in _functions(value):
             if self._is_new(id(function)) and not _is_closed(function):
                 own = dict.fromkeys(_names(function.__code__))

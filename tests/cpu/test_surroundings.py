@@ -33,9 +33,6 @@ class Options:
 class Scaled:
     """An object that is called."""
 
-    def __init__(self) -> None:
-        self.by = STARTED
-
     def __call__(self, x: Tensor) -> Tensor:
         return x * INDIRECT
 
@@ -49,7 +46,7 @@ def factor_of(cls: type) -> float:
 
 
 Scaled.times = 1.0  # type: ignore[attr-defined]
-STARTED, INDIRECT = 1.0, 1.0
+INDIRECT = 1.0
 
 
 def helper(x: Tensor) -> Tensor:
@@ -116,7 +113,6 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "class of an object": lambda m, patch: patch(Options, "scale", 2.0),
     "class that is handed on": lambda m, patch: patch(Scaled, "times", 2.0),
     "call of an object": lambda m, patch: patch(HERE, "INDIRECT", 2.0),
-    "making of an object": lambda m, patch: patch(HERE, "STARTED", 2.0),
     "closure": lambda m, patch: CHANGE(2.0),
     "partial": lambda m, patch: setattr(m, "act", functools.partial(torch.mul, other=2.0)),
 }
