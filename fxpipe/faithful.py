@@ -4,7 +4,7 @@ A graph repeats what one run of the model's code has done. What that run has dra
 outside torch, or counted in an attribute, differs in the next, and no guard could say so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CaptureError, ReadError
 from fxpipe.libraries import libraries_as_untraced
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
+from fxpipe.surroundings import content, surroundings
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_patches import no_state_set, recorded
 
@@ -54,9 +55,11 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
 def no_trace_left(model: nn.Module) -> Iterator[None]:
     """Whatever code puts away inside that has no values (a cache filled by the first call) is taken
     out again: the model must run as before, and the next trace must fill its cache anew."""
-    held = [(place, place.copy()) for place in _places(model)]
+    outside = _outside(model)
+    held = [(place, place.copy()) for place in _places(model, outside)]
     try:
-        yield
+        with _caches_emptied(outside):
+            yield
     finally:
         for place, before in held:
             if _is_traced(place):
@@ -66,9 +69,11 @@ def no_trace_left(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def nothing_put_away(model: nn.Module) -> Iterator[None]:
     """Whatever code puts away inside is taken out again, also what has values."""
-    held = [(place, place.copy()) for place in _places(model)]
+    outside = _outside(model)
+    held = [(place, place.copy()) for place in _places(model, outside)]
     try:
-        yield
+        with _caches_emptied(outside):
+            yield
     finally:
         for place, before in held:
             if isinstance(place, list):
@@ -91,10 +96,33 @@ def _restore(place: Any, before: Any) -> None:
             del place[key]
 
 
-def _places(model: nn.Module) -> list[Any]:
-    """The attributes of every module and of the plain objects that it holds; dicts and lists."""
+def _outside(model: nn.Module) -> list[Any]:
+    """What code reads beside modules: values of globals, of closures and of defaults."""
+    found = surroundings((), dict.fromkeys(map(type, model.modules())))
+    named = [space[name] for space, names in found.named() for name in names if name in space]
+    defaults = [list(d) if isinstance(d, tuple) else d for d in found.defaults]
+    return [*named, *map(content, found.cells.values()), *defaults]
+
+
+@contextmanager
+def _caches_emptied(values: Iterable[Any]) -> Iterator[None]:
+    """A function with a cache (`functools.cache`) that has computed anything inside forgets all."""
+    caches = {id(v): v for v in values if hasattr(v, "cache_info") and hasattr(v, "cache_clear")}
+    before = [cache.cache_info().misses for cache in caches.values()]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(caches.values(), before, strict=True):
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _places(model: nn.Module, outside: Iterable[object]) -> list[Any]:
+    """The attributes of every module and of the plain objects that it holds; dicts and lists, also
+    of what is outside."""
     found: dict[int, Any] = {}
     stack: list[tuple[object, int]] = [(vars(module), 0) for module in model.modules()]
+    stack += [(value, 1) for value in outside if type(value) in (dict, list)]
     while stack:
         value, depth = stack.pop()
         if not isinstance(value, (dict, list)):

@@ -107,7 +107,9 @@ def test_every_binding_is_looked_at() -> None:
     assert {call[0] for call in CALLS} == {*METHODS, *FUNCTIONS}
 
 
-@pytest.mark.parametrize(("target", "args", "kwargs"), CALLS, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"), CALLS, ids=[f"{i}-{call[0]}" for i, call in enumerate(CALLS)]
+)
 def test_a_binding_calls_what_the_operator_does(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

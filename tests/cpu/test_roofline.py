@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
-from fxpipe.bind import Symbols
 from fxpipe.costs import Costs, at
 from fxpipe.cut import Kind
 from fxpipe.formulas import peak_flops, threshold
@@ -22,6 +21,7 @@ from fxpipe.lower import Lowered
 from fxpipe.pipe import Pipe
 from fxpipe.roofline import Device, Roofline, costs_of, roofline, symbols_of
 from fxpipe.simulate import simulate
+from fxpipe.solving import Symbols
 from tests import models
 
 DEVICE = Device(peak_flops=1e12, bandwidth=1e11, alpha=1e-6, beta=1e-10)

@@ -38,6 +38,7 @@ EXPORT = (
     "functions",
     "concrete",
     "libraries",
+    "surroundings",
     "faithful",
     "replaced",
     "advice",
@@ -114,7 +115,6 @@ LEVELS = (
     ("backends", "runtime", "emulator"),
     (
         "",
-        "surroundings",
         "mode",
         "union",
         "copies",
