@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line
-from fxpipe.torch_internals import is_fake
+from fxpipe.torch_internals import is_wrapped
 from fxpipe.trees import map_leaves, take_apart
 
 UNOWNED = (
@@ -61,7 +61,7 @@ class Outsiders(TorchFunctionMode):
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and not is_fake(value)
+    return isinstance(value, Tensor) and not is_wrapped(value)
 
 
 def _wants_gradient(value: object) -> bool:

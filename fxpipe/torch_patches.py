@@ -1,8 +1,10 @@
 """What of torch is replaced while a model is traced, since export records less than it does."""
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -10,15 +12,16 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import CaptureError
-from fxpipe.frames import calling_line, is_model_code
+from fxpipe.frames import calling_line, is_model_code, is_torch_code
 from fxpipe.torch_internals import is_fake
+from fxpipe.torch_modes import untraced
 
 SEEDED = (
     "A graph draws from torch's default generator, in eager's order, and cannot seed it: seed "
     "before the step, or for each microbatch with step(seeds=...), or draw outside of the model "
     "and pass the numbers as an argument"
 )
-_SEEDING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+_SEEDING = ("manual_seed", "seed")
 _OTHER = 0x5EED_F0F0_1234_5678  # a seed that nobody else takes
 
 
@@ -103,18 +106,34 @@ def checkpoints_as_calls() -> Iterator[None]:
         del CheckpointFunction.apply
 
 
+class _Unseeded:
+    """torch's generator, to be read and not to be set."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return _refuse_seeding if name in _SEEDING else getattr(self._generator, name)
+
+    def set_state(self, state: Tensor) -> None:
+        """Put it into the state that it has, as torch's own compiler does. (Where the state is
+        forked, what is drawn there would count outside as well.)"""
+        with untraced():
+            same = torch.equal(state, self._generator.get_state())
+        if not same or any(c.co_name == "fork_rng" and is_torch_code(c) for c in _running()):
+            _refuse_seeding()
+
+
 @contextmanager
 def no_seeding() -> Iterator[None]:
     """Inside, calls that seed torch's generator, or set its state, raise CaptureError."""
-    places = [(owner, name) for owner in (torch, torch.random) for name in _SEEDING]
-    saved = [(*place, getattr(*place)) for place in places if hasattr(*place)]
-    for owner, name, _ in saved:
-        setattr(owner, name, _refuse_seeding)
+    functions: Any = torch.random
+    generator = functions.default_generator
+    functions.default_generator = _Unseeded(generator)
     try:
         yield
     finally:
-        for owner, name, original in saved:
-            setattr(owner, name, original)
+        functions.default_generator = generator
 
 
 @contextmanager
@@ -131,6 +150,10 @@ def no_state_set() -> Iterator[None]:
         torch.set_rng_state(before)
     if moved:
         _refuse_seeding()
+
+
+def _running() -> Iterator[CodeType]:
+    return (frame.f_code for frame, _ in traceback.walk_stack(None))
 
 
 def _refuse_seeding(*args: object, **kwargs: object) -> Any:
