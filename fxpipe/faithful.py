@@ -5,7 +5,7 @@ outside torch, or counted in an attribute, differs in the next, and no guard cou
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -51,24 +51,20 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
         raise ReadError(DRAWN)
 
 
-@contextmanager
-def no_trace_left(model: nn.Module) -> Iterator[None]:
+def no_trace_left(model: nn.Module) -> AbstractContextManager[None]:
     """Whatever code puts away inside that has no values (a cache filled by the first call) is taken
     out again: the model must run as before, and the next trace must fill its cache anew."""
-    outside = _outside(model)
-    held = [(place, place.copy()) for place in _places(model, outside)]
-    try:
-        with _caches_emptied(outside):
-            yield
-    finally:
-        for place, before in held:
-            if _is_traced(place):
-                _restore(place, before)
+    return _taking_out(model, _restore)
+
+
+def nothing_put_away(model: nn.Module) -> AbstractContextManager[None]:
+    """Whatever code puts away inside is taken out again, also what has values."""
+    return _taking_out(model, _restore_all)
 
 
 @contextmanager
-def nothing_put_away(model: nn.Module) -> Iterator[None]:
-    """Whatever code puts away inside is taken out again, also what has values."""
+def _taking_out(model: nn.Module, restore: Callable[[Any, Any], None]) -> Iterator[None]:
+    """restore: brings a dict or a list to what it was before, given as a copy."""
     outside = _outside(model)
     held = [(place, place.copy()) for place in _places(model, outside)]
     try:
@@ -76,16 +72,23 @@ def nothing_put_away(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for place, before in held:
-            if isinstance(place, list):
-                place[:] = before
-                continue
-            for key in [key for key, value in place.items() if before.get(key, held) is not value]:
-                del place[key]
-            place.update({key: value for key, value in before.items() if key not in place})
+            restore(place, before)
+
+
+def _restore_all(place: Any, before: Any) -> None:
+    """Take out whatever is new in a dict or a list, and put in what it had."""
+    if isinstance(place, list):
+        place[:] = before
+        return
+    for key in [key for key, value in place.items() if before.get(key, before) is not value]:
+        del place[key]
+    place.update({key: value for key, value in before.items() if key not in place})
 
 
 def _restore(place: Any, before: Any) -> None:
     """Take the traced values out of a dict or a list, which stays the same object."""
+    if not _is_traced(place):
+        return
     if isinstance(place, list):
         place[:] = before
         return
