@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.state import canonical_names
-from fxpipe.surroundings import LARGE, Space, Surroundings, content, is_library, surroundings
+from fxpipe.surroundings import (
+    CONTAINERS,
+    LARGE,
+    Space,
+    Surroundings,
+    content,
+    is_library,
+    surroundings,
+)
 from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
 
 Mode = tuple[object, ...]
@@ -27,7 +35,6 @@ Mode = tuple[object, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6  # of containers and configurations in one another
 
 
@@ -143,7 +150,7 @@ class _Seen:
 
     def _outside(self, value: Any) -> object:
         """Of what is no part of a module: plain values, tensors and small containers of such."""
-        container = type(value) in _CONTAINERS and len(value) <= LARGE
+        container = type(value) in CONTAINERS and len(value) <= LARGE
         own = isinstance(value, (*_PLAIN, Tensor, types.SimpleNamespace)) or container
         return self._value(value, _DEPTH) if own or not is_library(value) else _Same(value)
 
@@ -165,7 +172,7 @@ class _Seen:
             return _Same(value), written(value)
         if isinstance(value, _CALLED) and depth > 0:
             return self._function(value, depth)
-        if not isinstance(value, _CONTAINERS):
+        if not isinstance(value, CONTAINERS):
             self._met.append(value)
         inside = _inside(value)
         if inside is None or not depth or not _is_looked_into(value, depth):
@@ -204,7 +211,7 @@ def _reader(names: Sequence[str]) -> Callable[[Any], tuple[object, ...]]:
 
 def _inside(value: object) -> Any:
     """The container in which a value holds others; None if it holds none."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return value
     closed = isinstance(value, (nn.Module, *_CODE)) or type(value).__module__.startswith("torch")
     return None if closed else getattr(value, "__dict__", None)
@@ -216,7 +223,7 @@ def _parts(inside: Any) -> Iterable[Any]:
 
 def _is_looked_into(value: object, depth: int) -> bool:
     """Containers are; other objects if they hold plain values, tensors and code alone."""
-    return isinstance(value, _CONTAINERS) or _is_plain(value, depth)
+    return isinstance(value, CONTAINERS) or _is_plain(value, depth)
 
 
 def _is_plain(value: object, depth: int) -> bool:

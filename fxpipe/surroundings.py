@@ -20,7 +20,7 @@ _OPEN = "__main__"  # a script is not the library's module of that name
 _BEGIN = ("forward",)  # of each class of a module
 # What runs without being named. (Not `__init__`: from there code leads into half of all libraries.)
 _UNNAMED = ("__call__", "__getattr__", "__getitem__")
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+CONTAINERS = (dict, list, tuple, set, frozenset)
 LARGE = 256  # a container outside of the modules that holds more is a cache
 
 
@@ -65,7 +65,7 @@ class _Search:
 
     def follow(self, value: object) -> None:
         """Note what code behind a value reads."""
-        if type(value) in _CONTAINERS:
+        if type(value) in CONTAINERS:
             self._open(value)
         elif not isinstance(value, ModuleType):
             self.enter(value if isinstance(value, type) else type(value), _UNNAMED)
