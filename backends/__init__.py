@@ -8,7 +8,9 @@ emulated gloo processes whose ops sleep, for as long as a table of costs says
 if __name__ != "fxpipe.backends":
     raise ImportError(f"import this package as fxpipe.backends, not as {__name__}")
 
+import atexit
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from fxpipe.backends.local import Local
 from fxpipe.costs import Costs
 from fxpipe.device import Device as Speed
 from fxpipe.errors import BackendError
+from fxpipe.torch_internals import forget_world
 
 __all__ = ["NAMES", "Backend", "Device", "Emulated", "LostError", "Transport", "choose"]
 
@@ -31,6 +34,7 @@ _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 # One per group of processes, with the world that it belongs to: pipelines share connections.
 _open: dict[tuple[str, tuple[int, ...]], tuple[object, Distributed]] = {}
+_made: WeakSet[Distributed] = WeakSet()
 
 
 def choose(
@@ -115,4 +119,16 @@ def _distributed(name: str, members: Sequence[int]) -> Distributed:
             del _open[other]
     if key not in _open or _open[key][1].failure is not None:
         _open[key] = (world, Distributed(name, members))
+        _made.add(_open[key][1])
     return _open[key][1]
+
+
+@atexit.register
+def _close_all() -> None:
+    """A pipe may live as long as the interpreter, and its groups with it, whatever the process has
+    destroyed. Their threads end here: one that lets go of a tensor while the interpreter ends waits
+    for a lock that it never gets, and takes the process down."""
+    _open.clear()
+    while _made:
+        _made.pop().close()
+    forget_world()

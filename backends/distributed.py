@@ -59,6 +59,12 @@ class Distributed:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._wire = Wire(self._rank, self.device.device, self._groups, self._channels)
 
+    def close(self) -> None:
+        """Let go of all groups. Nothing can be run any more."""
+        self._channels.clear()
+        self._groups.clear()
+        del self._whole
+
     def costing(self, costs: Costs | Speed | None) -> "Distributed":
         """Its ops compute, whatever costs say."""
         return self

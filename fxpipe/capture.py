@@ -7,7 +7,6 @@ Parameters keep the model's own names, and every node keeps the path of the modu
 """
 
 import hashlib
-import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +36,7 @@ from fxpipe.passes.inline_no_grad import inline_no_grad
 from fxpipe.passes.inline_vmap import inline_vmap
 from fxpipe.passes.loss_terms import loss_terms
 from fxpipe.passes.off_meta import off_meta
+from fxpipe.passes.one_input import input_name, tidy, tied
 from fxpipe.passes.running_statistics import check_norms, running_statistics
 from fxpipe.refusals import check_loss, refuse_outside
 from fxpipe.state import canonical_names
@@ -47,7 +47,6 @@ from fxpipe.updates import Updates
 from fxpipe.wanted import LOSS_ONLY, LossFn, Outputs, Reader, Returned
 
 PREFIX = "model."
-_ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,11 @@ def captured_of(
     (names, fixed, structure), exported = taken, traced.program
     labels, constants = _labels(model, exported, names)
     parameters, trained = _parameters(model)
-    module = running_statistics(inline_no_grad(inline_vmap(_tied(exported, labels))))
+    module = running_statistics(inline_no_grad(inline_vmap(tied(exported.graph_module, labels))))
     changed = changed_state(module, labels, trained)
     module, drawing = draws(returning(module, labels, changed))
     labels += [(draw.placeholder, False) for draw in drawing]
-    module, state = _tidy(functionalise(module), labels)
+    module, state = tidy(functionalise(module), labels)
     module = off_meta(loss_terms(module, returned.count + len(changed)))
     chances = [node.name for node in _inputs(module, state)[len(names) :]]
     moving = {*chances, *_varying(state, {*parameters, *changed}, unknown)}
@@ -207,7 +206,7 @@ def _inputs(module: fx.GraphModule, state: Mapping[str, str]) -> list[fx.Node]:
 
 def _varying(state: Mapping[str, str], names: Set[str], unknown: Sequence[str]) -> set[str]:
     """The inputs whose values a rank cannot know before a step."""
-    return {n for n, name in state.items() if name in names} | set(map(placeholder_name, unknown))
+    return {n for n, name in state.items() if name in names} | set(map(input_name, unknown))
 
 
 def _labels(
@@ -241,17 +240,6 @@ def _strange(constant: object) -> str:
     return f"forward hands an operator a {kind}, of which nothing is known; pass it tensors"
 
 
-def _tied(exported: ExportedProgram, labels: Sequence[tuple[str, bool]]) -> fx.GraphModule:
-    """Its graph; of the inputs for one tensor under several names, only the first is read."""
-    module: fx.GraphModule = exported.graph_module
-    first: dict[str, fx.Node] = {}
-    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for holder, (name, is_state) in zip(holders, labels, strict=True):
-        if is_state and first.setdefault(name, holder) is not holder:
-            holder.replace_all_uses_with(first[name])
-    return module
-
-
 def _digest(tensor: Tensor) -> str:
     """Constants of two variants may be called alike: only equal ones get one name."""
     if tensor.is_meta:
@@ -264,34 +252,3 @@ def _leaf(name: str, node: fx.Node) -> Leaf:
     value = node.meta["val"]
     shape = tuple(expression(size) for size in value.shape)
     return Leaf(name, node.name, shape, value.dtype, memory_order(value))
-
-
-def _tidy(
-    module: fx.GraphModule, labels: Sequence[tuple[str, bool]]
-) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The graph with readable inputs, one for each state tensor, and no asserts on metadata."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    first: dict[str, fx.Node] = {}
-    names = iter(labels)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            name, is_state = next(names)
-            if is_state and name in first:
-                env[node] = first[name]
-                continue
-            env[node] = graph.placeholder(placeholder_name(f"p_{name}" if is_state else name))
-            env[node].meta = dict(node.meta)
-            if is_state:
-                first[name] = env[node]
-        elif node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
-        elif node.target is not _ASSERT_METADATA:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph), {node.name: name for name, node in first.items()}
-
-
-def placeholder_name(name: str) -> str:
-    """What a graph calls an input."""
-    return re.sub(r"\W+", "_", name)

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.boundary import boundaries, record
-from fxpipe.capture import Captured, captured_of, placeholder_name
+from fxpipe.capture import Captured, captured_of
 from fxpipe.chance import Draw, state_of
 from fxpipe.dataflow import ASIDE
 from fxpipe.dry import call_of, draw_as_python
@@ -29,6 +29,7 @@ from fxpipe.inputs import Leaf, Microbatch, flatten, rebuild
 from fxpipe.opaque import Prefix, kind_of_call
 from fxpipe.opaque_run import measured
 from fxpipe.packed import layout_refusal
+from fxpipe.passes.one_input import input_name
 from fxpipe.prefix import Suffix
 from fxpipe.python_chance import PYTHON, python_state
 from fxpipe.refusals import refuse_hooks, refuse_outside
@@ -187,7 +188,7 @@ def _more_state(
     tensors = dict(named_state(prefix.model))
     made = {}
     for name in (name for name in prefix.state if name not in known):
-        made[name] = graph.placeholder(placeholder_name(f"p_{name}"))
+        made[name] = graph.placeholder(input_name(f"p_{name}"))
         made[name].meta = {"val": fake_like(mode, tensors[name])}
     return made
 

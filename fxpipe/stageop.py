@@ -91,6 +91,19 @@ def _unboxed(compiled: Graphs, state: object, feed: object, kept: Any, *rest: ob
     return compiled(state, feed, plain, *rest)
 
 
+class Prepared(NamedTuple):
+    """What an op calls for a variant.
+
+    taken: the bundles that the graph takes, among those of the table; given: those that the table
+    wants, among what the graph gives; own: parameters whose gradients nobody else reads.
+    """
+
+    run: Graphs
+    taken: Places
+    given: Places
+    own: frozenset[str]
+
+
 class StageOp(nn.Module):
     """F, B or W of a stage, for every variant of it.
 
@@ -115,8 +128,7 @@ class StageOp(nn.Module):
         self._variants = variants
         self._state = state
         self._engine = engine
-        self._calls: dict[int, Graphs] = {}
-        self._bundles: dict[int, tuple[Places, Places]] = {}
+        self._prepared: dict[int, Prepared] = {}
         runs: dict[Kind, Callable[..., Any]] = {
             Kind.F: self._forward,
             Kind.B: self._inputs,
@@ -149,27 +161,29 @@ class StageOp(nn.Module):
             case _:
                 return args[0] or {}
 
-    def _call(self, mb: "Bound", graphs: "StageGraphs") -> Graphs:
-        call = self._calls.get(mb.variant)
-        if call is None:
-            for number in [n for n in self._calls if not self._variants[n]]:
-                del self._calls[number]
-            call = self._calls[mb.variant] = engine(getattr(graphs, self.kind), self._engine)
-        return call
-
-    def _places(self, mb: "Bound", graphs: "StageGraphs") -> tuple[Places, Places]:
-        """Of the bundles that the variant's graph takes, among those of the table; and of those
-        that the table wants, among what the graph gives."""
-        found = self._bundles.get(mb.variant)
+    def _ready(self, mb: "Bound", graphs: "StageGraphs") -> Prepared:
+        """What this op calls for the microbatch's variant."""
+        found = self._prepared.get(mb.variant)
         if found is None:
-            mine, its = self.ends, graphs.ends
-            forward = self.kind is Kind.F
-            taken = (
-                places(its.received, mine.received) if forward else places(its.wanted, mine.wanted)
-            )
-            given = places(mine.sent, its.sent) if forward else places(mine.returned, its.returned)
-            found = self._bundles[mb.variant] = taken, given
+            for number in [n for n in self._prepared if not self._variants[n]]:
+                del self._prepared[number]
+            found = self._prepared[mb.variant] = self._prepare(graphs)
         return found
+
+    def _prepare(self, graphs: "StageGraphs") -> Prepared:
+        mine, its = self.ends, graphs.ends
+        match self.kind:
+            case Kind.F:
+                taken = places(its.received, mine.received)
+                given = places(mine.sent, its.sent)
+            case Kind.B:
+                taken = places(its.wanted, mine.wanted)
+                given = places(mine.returned, its.returned)
+            case _:
+                taken = None if Kind.B in graphs.kinds else places(its.wanted, mine.wanted)
+                given = None
+        call = engine(getattr(graphs, self.kind), self._engine)
+        return Prepared(call, taken, given, self._own(graphs))
 
     def _forward(
         self,
@@ -183,8 +197,7 @@ class StageOp(nn.Module):
         if graphs.moving:
             moving = {place: rank.buffer(mb.index, name) for place, name in graphs.moving}
             state = tuple([moving.get(place, value) for place, value in enumerate(state)])
-        taken, given = self._places(mb, graphs)
-        run = self._call(mb, graphs)
+        run, taken, given, _ = self._ready(mb, graphs)
         sent, losses, kept, *stats = run(state, feed, placed(received, taken))
         if stats:
             rank.note(self.stage, mb, stats[0])
@@ -206,9 +219,9 @@ class StageOp(nn.Module):
         wanted: Any,
     ) -> Any:
         feed = mb.feed(graphs)
-        taken, given = self._places(mb, graphs)
+        run, taken, given, _ = self._ready(mb, graphs)
         wanted = placed(wanted, taken)
-        returned, later = self._call(mb, graphs)(state, feed, kept, wanted, mb.weight)
+        returned, later = run(state, feed, kept, wanted, mb.weight)
         later = rank.keep(self.stage, mb.index, later, state, feed)
         return (*placed(returned, given), later)
 
@@ -224,17 +237,18 @@ class StageOp(nn.Module):
     ) -> Grads:
         if isinstance(kept, Later):
             kept, wanted = kept
-        if Kind.B not in graphs.kinds:
-            wanted = placed(wanted, self._places(mb, graphs)[0])
-        found = self._call(mb, graphs)(state, mb.feed(graphs), kept, wanted, mb.weight)
+        run, taken, _, own = self._ready(mb, graphs)
+        found = run(state, mb.feed(graphs), kept, placed(wanted, taken), mb.weight)
         new = dict(zip(graphs.trained, found, strict=True))
-        return accumulate(grads or {}, new, self._state, () if grads else self._own(graphs))
+        return accumulate(grads or {}, new, self._state, own)
 
-    def _own(self, graphs: "StageGraphs") -> set[str]:
-        """The parameters whose gradients lie in memory of their own. A compiler may give two equal
-        results as one."""
-        alone = owned(graphs.W) if self._engine == "aten" else ()
-        return {name for name, own in zip(graphs.trained, alone, strict=False) if own}
+    def _own(self, graphs: "StageGraphs") -> frozenset[str]:
+        """The parameters whose gradients W leaves in memory of their own. A compiler may give two
+        equal results as one."""
+        if self.kind is not Kind.W or self._engine != "aten":
+            return frozenset()
+        alone = owned(graphs.W)
+        return frozenset(name for name, own in zip(graphs.trained, alone, strict=False) if own)
 
 
 class Later(NamedTuple):

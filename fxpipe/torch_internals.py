@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
@@ -247,3 +248,15 @@ def keep_signature(graph: fx.Graph, new: fx.Graph) -> None:
 def add_each(sums: list[Tensor], summands: list[Tensor]) -> None:
     """Add to each tensor another one, in place, in one call."""
     torch._foreach_add_(sums, summands)
+
+
+def forget_world() -> None:
+    """Let go of the group of all processes: a module of torch that every export loads keeps the one
+    that it found as a default of its functions, whatever is destroyed."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module else ():
+        kept = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in kept):
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in kept
+            )

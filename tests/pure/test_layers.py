@@ -95,6 +95,7 @@ REWRITES = tuple(
         "inline_vmap",
         "loss_terms",
         "off_meta",
+        "one_input",
         "bindings",
     )
 )
