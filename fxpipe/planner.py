@@ -231,17 +231,22 @@ class _Search:
         best = min(tried.point.seconds for tried in (based, *final))
         bases = self.close(fitting, _CLOSE * best)
         final += [self.harder(self.widened(tried), _BASE * self.effort) for tried in bases]
-        return final if bases else [based, *final]
+        if self.effort <= 1:
+            return final if bases else [based, *final]
+        best = min((based, *final), key=_rank)
+        return [*final, self.harder(best, self.effort)]
 
     def close(self, fitting: Sequence[_Tried], limit: float) -> list[_Tried]:
         """The best of each base that is as quick: at a glance they are hard to tell apart. With
-        little effort, or large tables, the best one alone."""
-        found: dict[str, _Tried] = {}
+        little effort, or large tables, the best one alone; with much, of each placement as well."""
+        found: dict[tuple[str, str], _Tried] = {}
         for tried in fitting:
-            if tried.choice.base != AUTO and tried.point.seconds <= limit:
-                found.setdefault(tried.choice.base, tried)
+            choice = tried.choice
+            if choice.base != AUTO and tried.point.seconds <= limit:
+                placement = choice.placement if self.effort > 1 else ""
+                found.setdefault((choice.base, placement), tried)
         few = self.effort < _BASE or any(map(self.large, found.values()))
-        return list(found.values())[: 1 if few else _FINALISTS]
+        return list(found.values())[: 1 if few else int(_FINALISTS * max(1, self.effort))]
 
     def widened(self, tried: _Tried) -> _Tried:
         """With the window that `nest` finds worth while, if that is quicker and fits."""

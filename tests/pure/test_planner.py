@@ -1,6 +1,7 @@
 """The planner: a front that nothing beats, and a choice from it that keeps to its limits."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from fxpipe.choices import Option
 from fxpipe.costs import Costs
 from fxpipe.cut import Kind
 from fxpipe.errors import ScheduleError
-from fxpipe.forecast import Ask, costs_of, sketched
+from fxpipe.forecast import Ask, costs_of, forecast, sketched
 from fxpipe.front import Point, shown
 from fxpipe.planner import Planned, plan
 from fxpipe.rates import Rates
@@ -179,3 +180,13 @@ def test_the_best_that_is_known_is_near(
     found = planned(ranks, microbatches, *sketches, kept={}, live=limits, chunks=(1,), effort=0.1)
     assert found.chosen.fits
     assert found.chosen.seconds <= 1.05 * best
+
+
+def test_much_effort_is_not_slower_than_any_schedule_by_name() -> None:
+    """Each placement of a base is looked at again: at a glance they are hard to tell apart."""
+    sketches = "vision=encoder:2,4", "llm=backbone:1,1,1"
+    found = planned(2, 6, *sketches, kept={}, effort=1.2)
+    ask = Ask(regions(sketches), 2, 6, chunks=2, effort=1.2)
+    for schedule in ("nested/zb-v", "transpose/zb-v", "nested/interleaved-zb"):
+        named = forecast(replace(ask, schedule=schedule)).timeline.makespan
+        assert found.chosen.seconds <= named, schedule
