@@ -233,8 +233,7 @@ class _Search:
         final += [self.harder(self.widened(tried), _BASE * self.effort) for tried in bases]
         if self.effort <= 1:
             return final if bases else [based, *final]
-        best = min((based, *final), key=_rank)
-        return [*final, self.harder(best, self.effort)]
+        return [*final, self.harder(min((based, *final), key=_rank), self.effort)]
 
     def close(self, fitting: Sequence[_Tried], limit: float) -> list[_Tried]:
         """The best of each base that is as quick: at a glance they are hard to tell apart. With
