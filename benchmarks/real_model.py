@@ -22,9 +22,9 @@ class Sizes:
     """Blocks of each region and their width; samples of a microbatch; patches of an image seen,
     tokens of text, patches of an image made, of a sample."""
 
-    encoder: int = 5
+    encoder: int = 7
     backbone: int = 8
-    generator: int = 3
+    generator: int = 2
     width: int = 128
     samples: int = 4
     patches: int = 32
