@@ -8,7 +8,7 @@ Each policy frees fewer dimensions than the one before; the first that traces is
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -27,9 +27,10 @@ from fxpipe.inputs import rebuild
 from fxpipe.outsiders import Outsiders
 from fxpipe.packed import LayoutRead, LayoutReads
 from fxpipe.readings import LeakError
-from fxpipe.replaced import write_back
+from fxpipe.replaced import same_parameters, write_back
 from fxpipe.scout import scout
 from fxpipe.state import named_state
+from fxpipe.torch_autograd import Toggles
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.wanted import Reader
 
@@ -69,7 +70,7 @@ class WithLoss(nn.Module):
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
         self.moved = Moved()
-        self.layout, self.outsiders = LayoutReads(), Outsiders()
+        self.layout, self.outsiders, self.toggles = LayoutReads(), Outsiders(), Toggles()
         self.untraced = [tensor for _, tensor in named_state(model)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +92,11 @@ class WithLoss(nn.Module):
         state = [tensor for _, tensor in named_state(self.model)]
         self.layout.begin(state)
         self.outsiders.begin(self.untraced, state)
-        with faithful(self.model, self.moved), self.layout, self.outsiders:
+        self.toggles.begin(self.model.parameters())
+        modes = self.layout, self.outsiders, self.toggles
+        with ExitStack() as stack:
+            for context in (same_parameters(self.model), faithful(self.model, self.moved), *modes):
+                stack.enter_context(context)
             values = self.reader(self.model(*args, **kwargs))
         write_back(self.model, before)
         return values

@@ -15,7 +15,7 @@ from fxpipe.opaque import Prefix, Rebuilt, Size, taken_apart
 from fxpipe.outsiders import UNOWNED
 from fxpipe.prefix import run_until
 from fxpipe.prefix_chance import generators
-from fxpipe.replaced import check_replaced
+from fxpipe.replaced import check_replaced, same_parameters
 from fxpipe.state import named_state
 from fxpipe.torch_patches import no_seeding
 from fxpipe.trees import take_apart
@@ -35,7 +35,7 @@ def measured(
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
     with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
         states = generators(model)
-        with no_seeding():
+        with no_seeding(), same_parameters(model):
             reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
     _check_buffers(dict(model.named_buffers()), changed.buffers)

@@ -24,7 +24,8 @@ from fxpipe.libraries import as_exported, libraries_as_untraced
 from fxpipe.packed import LayoutReads
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.readings import LeakError, Read
-from fxpipe.replaced import write_back
+from fxpipe.replaced import same_parameters, write_back
+from fxpipe.torch_autograd import Toggles
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
 from fxpipe.torch_patches import no_seeding, recorded
@@ -132,7 +133,7 @@ class Suffix(nn.Module):
         self.reader = reader
         self.leaves = list(real)
         self.state = _state(model)
-        self.layout = LayoutReads()
+        self.layout, self.toggles = LayoutReads(), Toggles()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The loss, and what else is wanted. Raises LeakError where more would cross."""
@@ -143,9 +144,11 @@ class Suffix(nn.Module):
         hook = self.model.get_submodule(self.boundary).register_forward_pre_hook(
             border.cross, with_kwargs=True, prepend=True
         )
-        quiet = python_left_alone(), no_seeding()
+        modes = border, libraries_as_untraced(), recorded(), self.layout, self.toggles
+        quiet = python_left_alone(), no_seeding(), same_parameters(self.model)
+        self.toggles.begin(self.model.parameters())
         with ExitStack() as stack:
-            for context in (*quiet, border, libraries_as_untraced(), recorded(), self.layout):
+            for context in (*quiet, *modes):
                 stack.enter_context(context)
             try:
                 border.start()

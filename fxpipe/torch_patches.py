@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line, is_model_code, is_torch_code
+from fxpipe.torch_autograd import operators_alone
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import untraced
 
@@ -28,7 +29,8 @@ _OTHER = 0x5EED_F0F0_1234_5678  # a seed that nobody else takes
 @contextmanager
 def recorded() -> Iterator[None]:
     """A model's code as it is to be run by any trace."""
-    with inference_as_no_grad(), data_as_detach(), checkpoints_as_calls(), sizes_as_text():
+    calls = checkpoints_as_calls(), operators_alone()
+    with inference_as_no_grad(), data_as_detach(), sizes_as_text(), calls[0], calls[1]:
         yield
 
 
@@ -73,14 +75,25 @@ def inference_as_no_grad() -> Iterator[None]:
 
 @contextmanager
 def data_as_detach() -> Iterator[None]:
-    """Inside, `tensor.data` of a traced tensor is `tensor.detach()`: export loses the former."""
+    """Inside, `tensor.data` of a traced tensor is `tensor.detach()`, and to set it is to write into
+    the tensor: export loses both."""
     original: Any = torch._C.TensorBase.data
 
     def get(tensor: Tensor) -> Any:
         return tensor.detach() if is_fake(tensor) else original.__get__(tensor)
 
     def put(tensor: Tensor, value: Tensor) -> None:
-        original.__set__(tensor, value)
+        if not is_fake(tensor):
+            original.__set__(tensor, value)
+            return
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise CaptureError(
+                f"{calling_line()} sets .data of a tensor of {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}, to {value.dtype}, shape {tuple(value.shape)}: a graph can "
+                "only write numbers into a tensor. Make a new tensor instead"
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
 
     Tensor.data = property(get, put)  # type: ignore[assignment]
     try:

@@ -62,6 +62,7 @@ CAPTURE = (
     "trees",
     "packed",
     "outsiders",
+    "torch_autograd",
     "inputs",
     "wanted",
     "sizes",
