@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.frames import calling_line
 from fxpipe.libraries import as_exported
 from fxpipe.python_chance import python_has_drawn, python_words
-from fxpipe.undone import undone
+from fxpipe.undone import untouched
 
 _READS = (
     Tensor.tolist,
@@ -131,7 +131,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     reading = _Reading(clock)
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
-        with undone(model), torch.no_grad(), as_exported(), reading:
+        with untouched(model), torch.no_grad(), as_exported(), reading:
             model(*args, **kwargs)
     finally:
         for hook in hooks:

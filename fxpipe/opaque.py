@@ -86,14 +86,15 @@ class Prefix:
         held = dict(self.model.named_buffers())
         values = {name: buffer for name, buffer in held.items() if buffer.nbytes <= _SMALL}
         values |= buffers or {name: held[name] for name in self.buffers}
-        versions = [buffer._version for buffer in held.values()]
+        own = held | dict(self.model.named_parameters())
+        versions = [tensor._version for tensor in own.values()]
         before = plain_attributes(self.model, self.attributes)
         try:
             with own_buffers(self.model, values) as after:
                 reached = run_until(self.model, self.boundary, *rebuild(leaves, *self.rebuilt))
         finally:
             put_back(self.model, before)
-        changed = [n for (n, b), v in zip(held.items(), versions, strict=True) if b._version != v]
+        changed = [n for (n, t), v in zip(own.items(), versions, strict=True) if t._version != v]
         others = (n for n in after if n not in self.buffers)
         changed += [n for n in others if n not in held or not same(after[n], held[n])]
         _check_buffers({name: values[name] for name in self.buffers}, after, changed)
@@ -110,12 +111,12 @@ class Prefix:
 def _check_buffers(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], others: Sequence[str]
 ) -> None:
-    """Raises BatchError if other buffers were changed than when this was traced, or one of these to
-    a tensor of another kind."""
+    """Raises BatchError if other tensors were changed than when this was traced, or one of these to
+    one of another kind."""
     if others:
         raise BatchError(
-            f"buffer {others[0]} is changed for this microbatch, and was not for the one that was "
-            "traced: give fxpipe.compile an example that changes it"
+            f"{others[0]} is changed by forward for this microbatch, and was not for the one that "
+            "was traced: give fxpipe.compile an example that changes it"
         )
     for name, old in before.items():
         new = after.get(name)

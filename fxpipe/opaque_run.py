@@ -19,7 +19,7 @@ from fxpipe.replaced import check_replaced, same_parameters
 from fxpipe.state import named_state
 from fxpipe.torch_patches import no_seeding
 from fxpipe.trees import take_apart
-from fxpipe.undone import undone
+from fxpipe.undone import untouched
 
 
 def measured(
@@ -33,11 +33,17 @@ def measured(
     """A prefix, run once without a trace of it, and what crossed."""
     names = {id(tensor): name for name, tensor in named_state(model, ties=False)}
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
-    with undone(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
+    with untouched(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
         states = generators(model)
         with no_seeding(), same_parameters(model):
             reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
+    if changed.parameters:
+        raise CaptureError(
+            f"parameter {changed.parameters[0]} is changed by forward before module {boundary}, in "
+            "code that is run as it is. Make it a buffer (register_buffer), which the ranks hand "
+            "on, or change it after the step"
+        )
     _check_buffers(dict(model.named_buffers()), changed.buffers)
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(_reach(value, names, boundary) for value in crossing)

@@ -20,7 +20,7 @@ from fxpipe.python_chance import PYTHON
 from fxpipe.solving import misfit, solve
 from fxpipe.state import named_state
 from fxpipe.torch_internals import fake_mode, guards
-from fxpipe.undone import undone
+from fxpipe.undone import untouched
 from fxpipe.wanted import Reader
 
 
@@ -41,9 +41,9 @@ def try_out(whole: Captured, suffix: Captured, reader: Reader, microbatch: Micro
         return
     args, kwargs = rebuild(leaves, structure, fixed)
     with torch.no_grad(), as_exported():
-        with undone(prefix.model):
+        with untouched(prefix.model):
             wanted = reader(prefix.model(*args, **kwargs))[0]
-        with undone(prefix.model):
+        with untouched(prefix.model):
             before = generators(prefix.model)
             try:
                 inputs = [*leaves, *prefix.run(leaves)[0]]

@@ -1,18 +1,23 @@
-"""Runs of a model's own code that leave no trace in it: attributes, buffers, states of generators.
+"""Runs of a model's own code that leave no trace in it: attributes, parameters, buffers, states of
+generators.
 
-with undone(model) as changed: ...            afterwards as before; changed says what was changed
+with untouched(model) as changed: ...         afterwards as before; changed says what was changed
+with undone(model) as changed: ...            the same, where parameters are not written to
 with own_buffers(model, values) as after: ... on copies; after says what these have become
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.python_chance import python_left_alone
 
+_REAL = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, str, Tensor)
 Attributes = dict[tuple[str, str], object]
 Places = list[tuple[nn.Module, str, Tensor]]
@@ -20,16 +25,30 @@ Places = list[tuple[nn.Module, str, Tensor]]
 
 @dataclass
 class Changed:
-    """What a run has changed. attributes: of modules, by the names of both; buffers: what they have
-    become, by the first name of each; None for one that is there no more."""
+    """What a run has changed. attributes: of modules, by the names of both; parameters: by name;
+    buffers: what they have become, by the first name of each; None for one that is there no more.
+    """
 
     attributes: list[tuple[str, str]] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
     buffers: dict[str, Tensor | None] = field(default_factory=dict)
 
 
 @contextmanager
+def untouched(model: nn.Module) -> Iterator[Changed]:
+    """A run on the model's own parameters that leaves no trace, whatever it does to the model."""
+    writes = _Writes(dict(model.named_parameters()))
+    try:
+        with undone(model) as changed, writes:
+            yield changed
+    finally:
+        changed.parameters += writes.put_back()
+
+
+@contextmanager
 def undone(model: nn.Module) -> Iterator[Changed]:
-    """A run of a model that leaves no trace, whatever it does to the model."""
+    """A run that leaves no trace, and does not write to the model's own parameters: there may be
+    others in their places."""
     changed = Changed()
     before = plain_attributes(model)
     places, copies = _places(model), {n: b.detach().clone() for n, b in model.named_buffers()}
@@ -87,6 +106,51 @@ def own_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict
                 after[name] = made.detach()
             put_in(held)
         after.update(_taken_out(model, slots))
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a tensor before an operator first writes to it: copies of all would be too much."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = {_memory(t): (name, t) for name, t in tensors.items() if not t.is_meta}
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {a.name: a.alias_info for a in schema.arguments}
+            values = dict(zip(given, args, strict=False)) | kwargs
+            for name, value in values.items():
+                alias = given.get(name)
+                if alias is not None and alias.is_write:
+                    self._keep(value)
+        return func(*args, **kwargs)
+
+    def _keep(self, value: Any) -> None:
+        for leaf in value if isinstance(value, (tuple, list)) else (value,):
+            found = self._own.get(_memory(leaf)) if type(leaf) in _REAL else None
+            if found is not None and found[0] not in self._before:
+                self._before[found[0]] = found[1], found[1].detach().clone()
+
+    def put_back(self) -> list[str]:
+        """Give what was written to its values again; the names of what has other ones."""
+        changed = []
+        for name, (tensor, copy) in self._before.items():
+            if not same(tensor, copy):
+                changed.append(name)
+                with torch.no_grad():
+                    tensor.copy_(copy)
+        return changed
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def put_in(places: Places) -> None:

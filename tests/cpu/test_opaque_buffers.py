@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import RankError, ScheduleError
+from fxpipe.errors import CaptureError, RankError, ScheduleError
 from fxpipe.inputs import Microbatch
-from fxpipe.undone import own_buffers, undone
+from fxpipe.undone import own_buffers, undone, untouched
 from tests.eager import step_alike
 
 
@@ -91,7 +91,7 @@ def test_buffers_end_as_in_eager() -> None:
     with pytest.raises(ScheduleError, match=r"tower\.\w+.* one after the other.*stage or ends"):
         pipe.reschedule("nested/1f1b", 2).step(batch(4))
     rare = [*batch(5)[:1], {**batch(5)[1], "x": torch.full((3, 4), 101.0).double()}]
-    with pytest.raises(RankError, match=r"tower\.rare is changed for this microbatch"):
+    with pytest.raises(RankError, match=r"tower\.rare is changed by forward for this microbatch"):
         apart.step(rare)
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
 
@@ -118,3 +118,46 @@ def test_a_buffer_that_was_none_leaves_no_trace() -> None:
     with own_buffers(model, {}) as after:
         model(torch.ones(2, 4))
     assert model.seen is None and torch.equal(after["seen"], torch.ones(4))
+
+
+class Decaying(Tower):
+    """Writes to a parameter that is not trained, where numbers are large enough."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above, self.factor = above, nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.max() > self.above):
+            with torch.no_grad():
+                self.factor.mul_(0.9)
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize("above", [-100.0, 100.0])
+def test_a_parameter_that_is_written_to_is_refused_and_as_it_was(above: float) -> None:
+    model = Model().double()
+    model.tower = Decaying(above).double()
+    mbs = batch(0)
+    if above < 0:
+        with pytest.raises(
+            CaptureError, match=r"parameter tower\.factor is changed by forward before"
+        ):
+            fxpipe.compile(model, mbs[0], ranks=1)
+        assert torch.equal(model.tower.factor, torch.ones(4).double())
+        return
+    pipe = fxpipe.compile(model, mbs[0], ranks=1)
+    mbs[2]["x"][0] = 200
+    with pytest.raises(RankError, match=r"tower\.factor is changed by forward for this microbatch"):
+        pipe.step(mbs)
+
+
+def test_what_code_writes_to_a_parameter_is_undone() -> None:
+    model = nn.Linear(2, 2)
+    before = copy.deepcopy(model.state_dict())
+    with untouched(model) as changed, torch.no_grad():
+        model.weight[0].zero_()
+        torch._foreach_add_([model.bias], 1.0)
+        model.bias.data.mul_(2)
+    assert changed.parameters == ["weight", "bias"]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
