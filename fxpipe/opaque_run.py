@@ -19,7 +19,7 @@ from fxpipe.replaced import check_replaced, same_parameters
 from fxpipe.state import named_state
 from fxpipe.torch_patches import no_seeding
 from fxpipe.trees import take_apart
-from fxpipe.undone import untouched
+from fxpipe.undone import Changed, untouched
 
 
 def measured(
@@ -38,13 +38,7 @@ def measured(
         with no_seeding(), same_parameters(model):
             reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
         draws = tuple(k for k, s in generators(model).items() if not torch.equal(states[k], s))
-    if changed.parameters:
-        raise CaptureError(
-            f"parameter {changed.parameters[0]} is changed by forward before module {boundary}, in "
-            "code that is run as it is. Make it a buffer (register_buffer), which the ranks hand "
-            "on, or change it after the step"
-        )
-    _check_buffers(dict(model.named_buffers()), changed.buffers)
+    _check(model, boundary, changed)
     form, sources, crossing = taken_apart(reached, leaves)
     reach = tuple(_reach(value, names, boundary) for value in crossing)
     state = [*uses.found, *sorted(frozenset().union(*reach)), *changed.buffers]
@@ -69,8 +63,16 @@ def measured(
     return prefix, crossing
 
 
-def _check_buffers(own: Mapping[str, Tensor], changed: Mapping[str, Tensor | None]) -> None:
-    for name, new in changed.items():
+def _check(model: nn.Module, boundary: str, changed: Changed) -> None:
+    """Raises CaptureError where code changes what ranks cannot hand on."""
+    if changed.parameters:
+        raise CaptureError(
+            f"parameter {changed.parameters[0]} is changed by forward before module {boundary}, in "
+            "code that is run as it is. Make it a buffer (register_buffer), which the ranks hand "
+            "on, or change it after the step"
+        )
+    own = dict(model.named_buffers())
+    for name, new in changed.buffers.items():
         check_replaced(name, own.get(name), new)
 
 

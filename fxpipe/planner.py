@@ -240,10 +240,9 @@ class _Search:
         little effort, or large tables, the best one alone; with much, of each placement as well."""
         found: dict[tuple[str, str], _Tried] = {}
         for tried in fitting:
-            choice = tried.choice
-            if choice.base != AUTO and tried.point.seconds <= limit:
-                placement = choice.placement if self.effort > 1 else ""
-                found.setdefault((choice.base, placement), tried)
+            base, placement = tried.choice.base, tried.choice.placement
+            if base != AUTO and tried.point.seconds <= limit:
+                found.setdefault((base, placement if self.effort > 1 else ""), tried)
         few = self.effort < _BASE or any(map(self.large, found.values()))
         return list(found.values())[: 1 if few else int(_FINALISTS * max(1, self.effort))]
 

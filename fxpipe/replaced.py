@@ -52,7 +52,7 @@ def same_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         after = list(_parameters(model))
         for module, _, key, _ in after:
-            module._parameters.pop(key)
+            module._parameters.pop(key, None)  # copies of a module may share the dict
         for module, _, key, tensor in before:
             module._parameters[key] = tensor
         ends = [tensor.requires_grad for *_, tensor in before]

@@ -1,5 +1,6 @@
 """What random models have found: the smallest model of each kind equals eager."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import cached_property
@@ -296,3 +297,22 @@ class Tied(nn.Module):
 def test_what_torch_cuts_out_does_not_hide_the_users_of_a_tied_weight() -> None:
     batch = [{"x": torch.randn(rows, 4).double()} for rows in (2, 3)]
     trained_alike(Tied().double(), batch, 1e-12, schedule="stage/1f1b", ranks=1)
+
+
+class Copied(nn.Module):
+    """Two layers that are copies of one, and hold the same parameters in the same dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([first, copy.copy(first)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def test_copies_of_a_module_may_share_its_parameters() -> None:
+    batch = [{"x": torch.randn(rows, 4).double()} for rows in (2, 3)]
+    trained_alike(Copied().double(), batch, 1e-12, schedule="stage/1f1b", ranks=2)
