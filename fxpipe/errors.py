@@ -13,6 +13,10 @@ class ReadError(CaptureError):
     """Python reads values of the input for which no graph can hold."""
 
 
+class RememberedError(CaptureError):
+    """Forward keeps something from one microbatch to the next, and not in a buffer."""
+
+
 class UnknownSizeError(CaptureError):
     """A size that depends on data decides how a graph is differentiated, and no trace knows it."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CaptureError, ReadError
 from fxpipe.libraries import libraries_as_untraced
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
-from fxpipe.surroundings import content, surroundings
+from fxpipe.surroundings import Surroundings, content, slots, surroundings
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_patches import no_state_set, recorded
 
@@ -65,14 +65,19 @@ def nothing_put_away(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def _taking_out(model: nn.Module, restore: Callable[[Any, Any], None]) -> Iterator[None]:
     """restore: brings a dict or a list to what it was before, given as a copy."""
-    outside = _outside(model)
+    around = surroundings((), dict.fromkeys(map(type, model.modules())))
+    outside = _outside(around)
     held = [(place, place.copy()) for place in _places(model, outside)]
+    slotted = [(slot, slot.get()) for slot in slots(around)]
     try:
         with _caches_emptied(outside):
             yield
     finally:
         for place, before in held:
             restore(place, before)
+        for slot, value in slotted:
+            if _is_traced(slot.get()) and not _is_traced(value):
+                slot.put(value)
 
 
 def _restore_all(place: Any, before: Any) -> None:
@@ -99,9 +104,8 @@ def _restore(place: Any, before: Any) -> None:
             del place[key]
 
 
-def _outside(model: nn.Module) -> list[Any]:
+def _outside(found: Surroundings) -> list[Any]:
     """What code reads beside modules: values of globals, of closures and of defaults."""
-    found = surroundings((), dict.fromkeys(map(type, model.modules())))
     named = [space[name] for space, names in found.named() for name in names if name in space]
     defaults = [list(d) if isinstance(d, tuple) else d for d in found.defaults]
     return [*named, *map(content, found.cells.values()), *defaults]

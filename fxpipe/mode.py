@@ -28,7 +28,7 @@ from fxpipe.surroundings import (
     is_library,
     surroundings,
 )
-from fxpipe.torch_internals import MODULE_TABLES, tensor_kind, written
+from fxpipe.torch_internals import MODULE_TABLES, settings, tensor_kind, written
 
 Mode = tuple[object, ...]
 
@@ -60,7 +60,7 @@ class _Seen:
     Plain attributes of every module (`training` is one), containers of such, and objects that hold
     nothing else, such as a configuration; the same of the function that makes the loss; what code
     reads beside (`surroundings`); which modules, hooks and shared tensors there are; and the kind
-    of every parameter and buffer. Other objects are not looked into.
+    of every parameter and buffer; what torch is set to. Other objects are not looked into.
     """
 
     def __init__(self, model: nn.Module, loss_fn: object) -> None:
@@ -84,15 +84,19 @@ class _Seen:
         self._values = self._now()
         self._versions = list(map(written, self._tensors))
         self._kinds = list(map(tensor_kind, self._state))
+        self._settings = settings()
         self.mode: Mode = (
             tuple(entries),
             tuple(canonical_names(model).items()),
             tuple(map(_by_value, self._kinds)),
+            self._settings,
         )
 
     def unchanged(self) -> bool:
         """Whether every object is the one that it was, and no tensor was written to."""
         if any(self._empty) or list(map(len, self._dicts)) != self._sizes:
+            return False
+        if settings() != self._settings:
             return False
         try:
             now = self._now()

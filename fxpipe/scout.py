@@ -12,27 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.concrete import NeedsValuesError
-from fxpipe.errors import ReadError
+from fxpipe.errors import ReadError, RememberedError
 from fxpipe.faithful import nothing_put_away
 from fxpipe.readings import LeakError
+from fxpipe.remembered import check_forgetful
 from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.torch_modes import export_mode, fake_like, run_as_exported
 from fxpipe.undone import undone
 
-DECISIVE = (NeedsValuesError, DataDependentError, ReadError, LeakError)
+DECISIVE = (NeedsValuesError, DataDependentError, ReadError, LeakError, RememberedError)
 
 
 def scout(whole: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Run a module around a `model` without a trace of it. Raises what `DECISIVE` says where a
-    trace would stop at a value; whatever else goes wrong, the trace will tell."""
+    trace would stop at a value, or if forward remembers; whatever else goes wrong, the trace will
+    tell."""
     model = whole.get_submodule("model")
     try:
         mode = export_mode()
         state = {name: fake_like(mode, tensor) for name, tensor in named_state(whole)}
-        fakes = tuple(fake_like(mode, tensor) for tensor in tensors)
         with quiet_failure(), undone(model), nothing_put_away(model), run_as_exported(mode):
-            torch.func.functional_call(whole, state, fakes)
+            check_forgetful(
+                model,
+                lambda: tuple(fake_like(mode, tensor) for tensor in tensors),
+                lambda fakes: torch.func.functional_call(whole, state, fakes),
+                state,
+            )
     except DECISIVE:
         raise
     except Exception:

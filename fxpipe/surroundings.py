@@ -9,15 +9,18 @@ its own, and gives the same for the same arguments.
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 Space = Mapping[str, Any]
 _CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "fxpipe"}
 _OPEN = "__main__"  # a script is not the library's module of that name
-_BEGIN = ("forward",)  # of each class of a module
+# Of each class of a module, or of a custom autograd function.
+_BEGIN = ("forward", "backward", "setup_context")
 # What runs without being named. (Not `__init__`: from there code leads into half of all libraries.)
 _UNNAMED = ("__call__", "__getattr__", "__getitem__")
 CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -199,3 +202,22 @@ def content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+class Slot(NamedTuple):
+    """A place that code reads, to be looked at and to be filled."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def slots(found: Surroundings) -> Iterator[Slot]:
+    """The globals, class attributes and cells that code reads."""
+    classes = {id(cls): cls for cls in found.classes}
+    for key, (space, names) in found.spaces.items():
+        owner = classes.get(key)
+        for name in names if isinstance(space, dict) or owner is not None else ():
+            fill = partial(setattr, owner) if owner is not None else partial(setitem, space)
+            yield Slot(partial(space.get, name), partial(fill, name))
+    for cell in found.cells.values():
+        yield Slot(partial(content, cell), partial(setattr, cell, "cell_contents"))

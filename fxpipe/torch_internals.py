@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 import torch.distributed as dist
+import torch.nn.modules.module as _modules
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
@@ -172,6 +173,19 @@ written: Callable[[Tensor], int] = attrgetter("_version")
 def has_hooks(owner: Tensor | nn.Module) -> bool:
     """Whether the gradient of a tensor, or those of a module, pass through hooks of the user."""
     return any(getattr(owner, name, None) for name in (*_HOOKS, "_backward_pre_hooks"))
+
+
+def settings() -> tuple[object, ...]:
+    """What torch itself is set to that decides what a model's code does."""
+    hooks = (_modules._global_forward_pre_hooks, _modules._global_forward_hooks)
+    own = (function for table in hooks for function in table.values())
+    return torch.get_default_dtype(), torch.get_default_device(), *own, *gradient_hooks()
+
+
+def gradient_hooks() -> list[object]:
+    """The hooks on the gradients of all modules there are."""
+    tables = (_modules._global_backward_pre_hooks, _modules._global_backward_hooks)
+    return [function for table in tables for function in table.values()]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fxpipe.mode import Mode
 from fxpipe.refusals import refuse_hooks
 from fxpipe.rungs import capture_opaque
 from fxpipe.state import named_state
-from fxpipe.torch_internals import has_hooks, watching_hooks
+from fxpipe.torch_internals import gradient_hooks, has_hooks, watching_hooks
 from fxpipe.wanted import LossFn, Outputs, Reader
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class Tracer:
         owners = [*named_state(self._model, ties=False), *self._model.named_modules()]
         owners = owners if self._train else []
         refuse_hooks([name or "the model" for name, owner in owners if has_hooks(owner)])
+        refuse_hooks(["every module"] if self._train and gradient_hooks() else [])
         with torch.inference_mode(mode=False):  # writes to tensors made in it show nowhere
             return self._on_some_rung(microbatch)
 

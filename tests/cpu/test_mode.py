@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+)
 
 import fxpipe
+from fxpipe.errors import CaptureError
 from fxpipe.mode import Watch
 from tests import models
 
@@ -88,6 +93,32 @@ def test_what_no_graph_depends_on_is_no_change(change: str) -> None:
     before = watch.mode()
     KEPT[change](model)
     assert watch.mode() == before
+
+
+def test_settings_of_torch_count() -> None:
+    watch = Watch(made())
+    before = watch.mode()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert watch.mode() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert watch.mode() == before
+    hook = register_module_forward_hook(lambda *call: call[2] * 2)
+    try:
+        assert watch.mode() != before
+    finally:
+        hook.remove()
+    assert watch.mode() == before
+
+
+def test_a_hook_on_the_gradients_of_all_modules_is_refused() -> None:
+    hook = register_module_full_backward_hook(lambda *call: None)
+    try:
+        with pytest.raises(CaptureError, match="every module has a hook on its gradient"):
+            fxpipe.compile(made(), (torch.randn(2, 4).double(),), ranks=2, backend="local")
+    finally:
+        hook.remove()
 
 
 def test_steps_follow() -> None:

@@ -49,6 +49,20 @@ Scaled.times = 1.0  # type: ignore[attr-defined]
 INDIRECT = 1.0
 
 
+class Rescaled(torch.autograd.Function):
+    """A function whose backward reads an attribute of its class."""
+
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * Rescaled.scale
+
+
 def helper(x: Tensor) -> Tensor:
     return inner(x) * SCALE
 
@@ -90,7 +104,7 @@ class Model(Base):
         self.held = Options()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Scaled.apply(x) * self.held.scale
+        x = Rescaled.apply(Scaled.apply(x) * self.held.scale)  # type: ignore[no-untyped-call]
         x = self.act(self.scaled(x)) * self.sign * getattr(self, "more", 1.0)
         x = CLOSED(helper(x)) * TABLE["scale"] * CONFIG.scale * Constants.scale
         for layer in self.layers:
@@ -113,6 +127,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "class of an object": lambda m, patch: patch(Options, "scale", 2.0),
     "class that is handed on": lambda m, patch: patch(Scaled, "times", 2.0),
     "call of an object": lambda m, patch: patch(HERE, "INDIRECT", 2.0),
+    "backward of a function": lambda m, patch: patch(Rescaled, "scale", 2.0),
     "closure": lambda m, patch: CHANGE(2.0),
     "partial": lambda m, patch: setattr(m, "act", functools.partial(torch.mul, other=2.0)),
 }

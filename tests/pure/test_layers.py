@@ -63,6 +63,8 @@ CAPTURE = (
     "packed",
     "outsiders",
     "torch_autograd",
+    "derivations",
+    "remembered",
     "inputs",
     "wanted",
     "sizes",
