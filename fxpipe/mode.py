@@ -75,6 +75,7 @@ class _Seen:
         self._known: dict[int, object] = {}
         self._state = [*model.parameters(), *model.buffers()]
         self._own = set(map(id, self._state))
+        _refuse_scripts(model)
         entries = [(name, *self._module(module)) for name, module in model.named_modules()]
         entries.append(("loss_fn", *self._loss(loss_fn)))
         classes = {type(module): None for module in (*model.modules(), *_modules(loss_fn))}
@@ -188,6 +189,15 @@ class _Seen:
             parts = [self._value(part, depth - 1) for part in _parts(inside)]
             self._known[id(value)] = (type(value), keys, *parts)
         return self._known[id(value)]
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module {name or '(the model itself)'} is made by torch.jit, and cannot be traced "
+                "into a graph. Give the nn.Module that it was made from"
+            )
 
 
 class _Same:

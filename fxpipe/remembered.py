@@ -1,6 +1,6 @@
 """What forward remembers from one microbatch to the next, outside of buffers.
 
-    check_forgetful(model, make, run, state)
+    leaves_anything(scouted) -> whether check_forgetful(scouted) is needed
 
 A graph has no memory. What one run of forward leaves in attributes, containers, objects, closures,
 globals or a generator of its own, and the next one reads, would for good be what the trace has
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor, nn
@@ -42,23 +42,34 @@ _INSTEAD = (
 Taken = dict[str, object]  # by place: a plain value, the state of a generator, or a tensor
 
 
-def check_forgetful(
-    model: nn.Module,
-    make: Callable[[], tuple[Tensor, ...]],
-    run: Callable[[tuple[Tensor, ...]], object],
-    state: Mapping[str, Tensor],
-) -> None:
-    """Run forward, and again where that has left anything. make: the tensors of a microbatch, anew
-    each time; state: what stands for the parameters and buffers. Raises RememberedError if one run
-    differs from the next."""
+class Scouted(NamedTuple):
+    """A model's forward on tensors without numbers. state: what stands for parameters and buffers;
+    make: the tensors of a microbatch, anew each time; run: forward."""
+
+    model: nn.Module
+    state: Mapping[str, Tensor]
+    make: Callable[[], tuple[Tensor, ...]]
+    run: Callable[[tuple[Tensor, ...]], object]
+
+
+def leaves_anything(scouted: Scouted) -> bool:
+    """Run forward once, and say whether anything is elsewhere than before."""
+    places = Places(scouted.model)
+    with places.put_back():
+        before = places.taken()
+        scouted.run(scouted.make())
+        return bool(_differing(before, places.taken()))
+
+
+def check_forgetful(scouted: Scouted) -> None:
+    """Run forward twice. Raises RememberedError if one run differs from the next."""
+    model, state, make, run = scouted
     places, derivations = Places(model), Derivations(state)
     with places.put_back():
         before = places.taken()
         first = derivations.of(run, make())
         left = places.taken()
         moved = _differing(before, left)
-        if not moved:
-            return
         known = set(map(id, (*_tensors(before), *state.values())))
         kept = (t for t in _tensors(left) if derivations.depends(t) and id(t) not in known)
         again = first

@@ -121,6 +121,13 @@ def test_a_hook_on_the_gradients_of_all_modules_is_refused() -> None:
         hook.remove()
 
 
+def test_a_scripted_module_is_refused() -> None:
+    model = made()
+    model.blocks[0].linear = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"module blocks.0.linear is made by torch.jit"):
+        Watch(model).mode()
+
+
 def test_steps_follow() -> None:
     """One after the other, in one model; eager is the truth."""
     model, reference = made(), made()
