@@ -75,8 +75,8 @@ def choose(
 def _local(ranks: int | None, mesh: DeviceMesh | None) -> Local:
     if mesh is not None:
         raise BackendError("backend 'local' runs every rank in this process and takes no mesh")
-    if ranks is not None and ranks < 1:
-        raise BackendError(f"ranks={ranks}; there must be at least one")
+    if ranks is not None and not (isinstance(ranks, int) and ranks >= 1):
+        raise BackendError(f"ranks={ranks!r}; expected an integer of at least 1")
     return Local(ranks or 1)
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Captioner()
     batch = [microbatch(tokens) for tokens in (5, 9, 7, 12)]
-    pipe = fxpipe.compile(model, example=batch[0], ranks=2, backend="local")
+    pipe = fxpipe.compile(model, example=batch[0], schedule="nested/1f1b", ranks=2, backend="local")
 
     result = pipe.step(batch)
     print("the cut: regions, stages, and the seams between them\n")

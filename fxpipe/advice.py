@@ -1,6 +1,7 @@
 """Why a model could not be traced: where tracing stopped, and what to change there."""
 
 import traceback
+from textwrap import shorten
 
 from torch import nn
 
@@ -29,7 +30,7 @@ def explained(model: nn.Module, error: Exception) -> str:
     if isinstance(error, NeedsValuesError):
         where += f", reading a value at {error.line}"
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    cause = " ".join(str(error).split())[:300]
+    cause = shorten(str(error).split("(unhinted:")[0], 300, placeholder=" ...").rstrip(". ")
     return f"cannot trace {where}: {type(error).__name__}: {cause}. {_advice(model, error)}"
 
 

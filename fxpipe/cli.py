@@ -4,6 +4,7 @@ The tools read and print the text of a cut or a table; all but the last need no 
 """
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,8 @@ import typer
 
 from fxpipe.cli_plan import plan
 from fxpipe.cli_run import run_table
-from fxpipe.errors import FxpipeError
+from fxpipe.costs import Costs
+from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.schedule import AUTO
 from fxpipe.simulate import simulate as run_simulation
 from fxpipe.table import Table
@@ -29,6 +31,10 @@ app = typer.Typer(
 
 _File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of a table.")]
 _Schedule = Annotated[str, typer.Option(help="PLACEMENT/BASE, or auto.")]
+_Costs = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="JSON of what its ops and transfers take."),
+]
 _Trace = Annotated[Path | None, typer.Option(help="Write a Perfetto trace of it here.")]
 
 
@@ -48,9 +54,13 @@ def verify(file: _File) -> None:
 
 
 @app.command()
-def simulate(file: _File, trace: _Trace = None) -> None:
-    """Run a table against the costs of its cut; print when each rank works."""
-    timeline = run_simulation(_table(file))
+def simulate(file: _File, costs: _Costs = None, trace: _Trace = None) -> None:
+    """Simulate a table: each op takes what its stage's cost says, or --costs; print how long each
+    rank works.
+    """
+    table = _table(file)
+    by_cost = Costs.from_flops(table.cut, 1.0)
+    timeline = run_simulation(table, by_cost if costs is None else Costs.from_json(_text(costs)))
     for line in _summary(timeline):
         typer.echo(line)
     if trace is not None:
@@ -67,6 +77,12 @@ def demo(
     ),
 ) -> None:
     """Train a small LLaVA on handwritten digits in a pipeline, beside the same in eager."""
+    for module, package in (("transformers", "transformers"), ("sklearn", "scikit-learn")):
+        if find_spec(module) is None:
+            raise OptionError(
+                f"the demo needs {package}, which is not installed: pip install 'fxpipe[demo]', or "
+                "in a clone pip install -e '.[demo]'"
+            )
     from fxpipe.demo.run import Options, run
 
     raise typer.Exit(run(Options(ranks=ranks, steps=steps, schedule=schedule, trace=trace)))
@@ -83,7 +99,11 @@ def main() -> None:
 
 def _table(file: Path) -> Table:
     """What is no text is no table either: the line that holds it is named."""
-    return Table.parse(file.read_text(encoding="utf-8-sig", errors="replace"))
+    return Table.parse(_text(file))
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def _summary(timeline: Timeline) -> list[str]:

@@ -72,13 +72,23 @@ def owners_of(
         case "balanced":
             return balanced(seconds, ranks)
         case str() | None:
-            raise ScheduleError(f"owner map {rule!r} is unknown; there are {', '.join(MAPS)}")
+            raise _unknown(rule)
     if len(rule) != microbatches or not all(0 <= rank < ranks for rank in rule):
         raise ScheduleError(
             f"owners {tuple(rule)}: expected a rank of 0..{ranks - 1} for each of {microbatches} "
             "microbatches"
         )
     return tuple(rule)
+
+
+def check_named(rule: str | Sequence[int] | None) -> None:
+    """Raises ScheduleError for the name of a map that is not there."""
+    if isinstance(rule, str) and rule not in MAPS:
+        raise _unknown(rule)
+
+
+def _unknown(rule: str | None) -> ScheduleError:
+    return ScheduleError(f"owner map {rule!r} is unknown; there are {', '.join(MAPS)}")
 
 
 Given = str | Sequence[int] | Mapping[str, str | Sequence[int]] | None

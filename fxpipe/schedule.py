@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
         try:
             known = AUTO if name == AUTO and placement == "nested" else base(name).name
         except ScheduleError as error:
-            raise ScheduleError(f"schedule {text!r} is unknown: {_EXPECTED}; {error}") from error
+            raise ScheduleError(f"schedule {text!r} is unknown: {_EXPECTED}") from error
         if placement not in PLACEMENTS:
             raise ScheduleError(f"schedule {text!r} is unknown: {_EXPECTED}")
         return Schedule(placement, known)
@@ -54,7 +54,7 @@ class Schedule(NamedTuple):
 
 _EXPECTED = (
     f"write PLACEMENT/BASE with a placement of {', '.join(PLACEMENTS)} and a base of "
-    f"{', '.join(PATTERNS)}, or auto"
+    f"{', '.join(PATTERNS)} (or torch's name of one, as 1F1B), or auto"
 )
 
 

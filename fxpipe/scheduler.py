@@ -4,6 +4,7 @@ scheduler("nested/1f1b")            derives a table for each cut and number of m
 scheduler("ranks 2 ...")            a given table: a Table, its text, or the path of a file
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -17,7 +18,9 @@ from fxpipe.cut import Cut, Role
 from fxpipe.device import NOMINAL, Device, Reckon
 from fxpipe.errors import ScheduleError
 from fxpipe.given import Given, read
+from fxpipe.nest import limits_of
 from fxpipe.owners import Given as Owners
+from fxpipe.owners import check_named
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.reduce import reduce
 from fxpipe.planner import Planned, plan
@@ -47,6 +50,20 @@ class Options:
     live: Mapping[str, int] | None = None
     memory_budget: float | None = None
     costs: Costs | Device | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sharded", "recompute"):
+            if isinstance(given := getattr(self, name), str):
+                raise ScheduleError(f"{name} is the text {given!r}; expected names: ({given!r},)")
+        if not isinstance(self.costs, Costs | Device | None):
+            raise ScheduleError(
+                f"costs is a {type(self.costs).__name__}; expected fxpipe.costs.Costs, or "
+                "fxpipe.device.Device(flops, bandwidth)"
+            )
+        limits_of(self.live, 1, math.inf)
+        rules = self.owners.values() if isinstance(self.owners, Mapping) else (self.owners,)
+        for rule in rules:
+            check_named(rule)
 
     @property
     def asked(self) -> list[str]:
@@ -93,6 +110,8 @@ def scheduler(schedule: str | Path | Table, options: Options | None = None) -> S
     """The scheduler of a schedule; only a named one has options. Raises ScheduleError."""
     options = options or Options()
     if isinstance(schedule, str) and "\n" not in schedule and not Path(schedule).is_file():
+        if Path(schedule).suffix:
+            raise ScheduleError(f"there is no file {schedule!r}, and no schedule has that name")
         if Schedule.parse(schedule).base != AUTO and options.memory_budget is not None:
             raise ScheduleError(
                 f"memory_budget with schedule {schedule!r}, which is fixed and cannot be chosen by "

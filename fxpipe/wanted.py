@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError, CaptureError
+from fxpipe.torch_chance import hints
 from fxpipe.torch_internals import expression
 from fxpipe.trees import PLAIN, Tree, take_apart
 
@@ -106,7 +107,7 @@ def pick_loss(output: Any, loss_fn: LossFn | None) -> tuple[Tensor, Metrics | No
     """The scalar loss in what a model returned, and the scalars that loss_fn returns beside it.
     Raises CaptureError when there is no loss."""
     loss, metrics = _called(output, loss_fn)
-    _check_loss(output, loss)
+    _check_loss(output, loss, given=loss_fn is not None)
     for name, value in (metrics or {}).items():
         if not isinstance(value, Tensor) or value.dim():
             raise CaptureError(
@@ -130,20 +131,38 @@ def _called(output: Any, loss_fn: LossFn | None) -> tuple[Any, Metrics | None]:
     return loss, None
 
 
-def _check_loss(output: Any, loss: Any) -> None:
+def _check_loss(output: Any, loss: Any, *, given: bool) -> None:
+    if not isinstance(loss, Tensor) and given:
+        raise CaptureError(
+            f"loss_fn returned {_described(loss)} for what the model returned, "
+            f"{_described(output)}; it returns a tensor of shape (), or that and a dict of metrics"
+        )
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the model returned {type(output).__name__} without a loss tensor in `.loss` "
-            f"(found {type(loss).__name__}); pass the labels, or loss_fn=lambda outputs: ..."
+            f"(found {type(loss).__name__}); pass the labels, or "
+            f"loss_fn=lambda outputs: {_where_a_loss_may_be(output)}"
         )
     if loss.dim() != 0:
+        shape = tuple(hints(loss.shape) or loss.shape)
         raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}, not (): reduce it to a scalar in the model "
-            "or in loss_fn, for example with .mean()"
+            f"the loss has shape {shape}, not (): reduce it to a scalar in the model or in "
+            "loss_fn, for example with .mean()"
         )
+
+
+def _where_a_loss_may_be(output: Any) -> str:
+    match output:
+        case Mapping() if "loss" in output:
+            return 'outputs["loss"]'
+        case (Tensor() as first, *_) if first.dim() == 0:
+            return "outputs[0]"
+    return "..."
 
 
 def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(hints(output.shape) or output.shape)}"
     names = list(output) if isinstance(output, Mapping) else list(getattr(output, "__dict__", ()))
     inside = f" with {', '.join(map(str, names))}" if names else ""
     return f"a {type(output).__name__}{inside}"
@@ -152,8 +171,15 @@ def _described(output: Any) -> str:
 def _named(output: Any, name: str) -> Any:
     if isinstance(output, Mapping) and name in output:
         return output[name]
+    if isinstance(output, Tensor):
+        raise BatchError(
+            f"outputs names {name!r}, but the model returns {_described(output)} and no names; "
+            "write outputs=True, or a function of it"
+        )
     if isinstance(output, Mapping) or not hasattr(output, name):
-        known = list(output) if isinstance(output, Mapping) else list(vars(output))
+        known = (
+            list(output) if isinstance(output, Mapping) else list(getattr(output, "__dict__", ()))
+        )
         raise BatchError(
             f"outputs names {name!r}, which the model's {type(output).__name__} has not; it has "
             f"{', '.join(map(str, known)) or 'no names'}"

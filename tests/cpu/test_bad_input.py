@@ -81,15 +81,36 @@ def test_backward_hooks_of_modules(register: str) -> None:
         fxpipe.compile(model, batch()[0], ranks=2)
 
 
-@pytest.mark.parametrize("loss_fn", [None, lambda out: out["loss"].expand(3)])
-def test_no_scalar_loss(loss_fn: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "loss_fn", "words"),
+    [
+        (lambda x: {"loss": x.mean()}, None, r'returned dict without.*outputs: outputs\["loss"\]'),
+        (lambda x: (x.mean(), x), None, r"returned tuple without.*lambda outputs: outputs\[0\]"),
+        (lambda x: (x, x), None, r"returned tuple without.*lambda outputs: \.\.\."),
+        (lambda x: x, None, r"the loss has shape \(4, 6\), not \(\)"),
+        (lambda x: {"loss": x}, lambda out: out["loss"].mean(1), r"shape \(4,\)"),
+        (
+            lambda x: x,
+            lambda out: 3.0,
+            r"loss_fn returned a float for .*a tensor of shape \(4, 6\)",
+        ),
+    ],
+)
+def test_no_scalar_loss(wrap: Any, loss_fn: Any, words: str) -> None:
     class Outputs(Small):
         def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Any:
-            return {"loss": super().forward(x, y)}
+            return wrap(super().forward(x, y) + x)
 
-    words = r"returned dict without a loss.*loss_fn" if loss_fn is None else r"shape \(3,\)"
     with pytest.raises(errors.CaptureError, match=words):
         fxpipe.compile(Outputs(), batch()[0], loss_fn=loss_fn)
+
+
+def test_outputs_by_name_of_a_model_without_names() -> None:
+    pipe = fxpipe.compile(Small(), batch()[0])
+    with pytest.raises(
+        errors.BatchError, match=r"'logits', but .*tensor of shape \(\) and no names"
+    ):
+        pipe.evaluate(batch(), outputs=["logits"])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +213,14 @@ def test_weights_of_another_length() -> None:
             errors.ScheduleError,
             "sideways/1f1b.*placement of stage, .*nested",
         ),
+        ({"schedule": "table.txt"}, errors.ScheduleError, "no file 'table.txt'"),
+        ({"schedule": "1f1b", "chunks": 5}, errors.ScheduleError, "chunks=5.* 1 on each"),
+        ({"ranks": "2"}, errors.BackendError, "ranks='2'; expected an integer"),
+        ({"recompute": "vision"}, errors.ScheduleError, r"recompute .*expected names: \('vision',"),
+        ({"live": {"vision": 2}}, errors.ScheduleError, r"live names \['vision'\]; expected moda"),
+        ({"owners": "slac"}, errors.ScheduleError, "'slac' is unknown; there are .*slack"),
+        ({"owners": {"vision": "slac"}}, errors.ScheduleError, "'slac' is unknown"),
+        ({"costs": {"llm": 1}}, errors.ScheduleError, r"costs is a dict; expected .*Device\("),
         ({"backend": "mpi"}, errors.BackendError, "mpi"),
         ({"backend": "gloo"}, errors.BackendError, "torchrun"),
         ({"engine": "tpu"}, errors.BackendError, "tpu.*aten.*inductor"),

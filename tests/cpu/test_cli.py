@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fxpipe.cli import main
+from fxpipe.costs import Costs
 from fxpipe.demo import data, show, worker
 from fxpipe.demo.baseline import plans
 from fxpipe.table import Table
@@ -54,7 +55,32 @@ def test_plan_verify_simulate(
     status, out, _ = said(capsys, monkeypatch, "simulate", table, "--trace", trace)
     assert status == 0
     assert out.startswith("makespan ")
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(Table.parse(table.read_text()).cut, {"llm0": 40.0}).to_json())
+    _, dearer, _ = said(capsys, monkeypatch, "simulate", table, "--costs", costs)
+    assert float(dearer.split()[1]) >= 3 * 3 * 40 > float(out.split()[1])
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_takes_what_the_check_of_a_plan_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, table = tmp_path / "cut.txt", tmp_path / "table.txt"
+    cut.write_text(CUT.replace("FBW, rank 0, cost 1", "FBW, rank 0, cost 7"))
+    table.write_text(said(capsys, monkeypatch, "plan", cut, "--schedule", "1f1b")[1])
+    _, out, _ = said(capsys, monkeypatch, "simulate", table)
+    _, checked, _ = said(capsys, monkeypatch, "plan", table, "--check", "--json")
+    assert float(out.split()[1]) == json.loads(checked)["makespan"] >= 8 * 3 * 7
+
+
+def test_the_demo_names_the_package_that_it_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.cli.find_spec", lambda name: None)
+    status, _, err = said(capsys, monkeypatch, "demo")
+    assert status == 1
+    assert "needs transformers" in err
+    assert "fxpipe[demo]" in err
 
 
 @pytest.mark.parametrize(
