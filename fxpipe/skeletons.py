@@ -73,7 +73,7 @@ def homes(base: Base, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """
     count = base.default_chunks if chunks is None else chunks
     if ranks < 1 or count < 1 or base.chunks not in (None, count):
-        instead = "" if base.chunks is None else "; interleaved and others take any number"
+        instead = "" if base.chunks is None else "; interleaved takes any number"
         raise ScheduleError(
             f"{base.name} on {ranks} ranks with chunks={count}, that many stages on each; expected "
             f"at least one rank and {base.chunks or 'at least 1'} on each{instead}"
