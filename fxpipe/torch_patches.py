@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line, is_model_code, is_torch_code
+from fxpipe.messages import in_message
 from fxpipe.torch_autograd import operators_alone
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import untraced
@@ -37,12 +38,14 @@ def recorded() -> Iterator[None]:
 @contextmanager
 def sizes_as_text() -> Iterator[None]:
     """Inside, where a model's code writes a size down (`f"{x.shape[1]}"`), it gets the number, for
-    which the trace then holds; torch's text of it is a symbol, the same for all numbers."""
+    which the trace then holds; torch's text of it is a symbol, the same for all numbers, and good
+    enough for a message."""
     numbers: dict[Any, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float}
     before = {kind: kind.__repr__ for kind in numbers}
 
     def text(self: Any) -> str:
-        if is_model_code(sys._getframe(1).f_code):
+        frame = sys._getframe(1)
+        if is_model_code(frame.f_code) and not in_message(frame):
             return repr(numbers[type(self)](self))
         return str(before[type(self)](self))
 

@@ -59,6 +59,7 @@ CAPTURE = (
     "torch_functions",
     "torch_modes",
     "frames",
+    "messages",
     "trees",
     "packed",
     "outsiders",
