@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 from types import CodeType, FrameType
+from typing import Any
 
 # Functions that report; called for nothing else where their result is not used.
 _REPORTS = {"print", "warn", "warning", "warning_once", "info", "info_once", "debug"}
@@ -60,9 +61,9 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             yield from _children(child)
 
 
-def _covers(node: ast.AST, span: Span) -> bool:
-    own = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-    return own[:2] <= span[:2] and span[2:] <= own[2:]
+def _covers(node: Any, span: Span) -> bool:
+    first, last = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return first <= span[:2] and span[2:] <= last
 
 
 def _reports(path: Sequence[ast.AST]) -> bool:
