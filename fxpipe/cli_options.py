@@ -71,5 +71,12 @@ Recompute = Annotated[
 Effort = Annotated[
     float, typer.Option(min=0.0, help="How long to look for a schedule; 1 is a second or two.")
 ]
-Check = Annotated[bool, typer.Option("--check", help="Verify and simulate the table in FILE.")]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Verify and simulate the table in FILE. Its cut's costs, such as flops, stand for "
+        "seconds where no --region says them.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
