@@ -15,6 +15,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.advice import explained
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.frames import calling_line
 from fxpipe.libraries import as_exported
 from fxpipe.python_chance import python_has_drawn, python_words
@@ -109,8 +111,9 @@ def _next(visit: Visit) -> Visit | None:
     return blocks[0] if blocks else max(visit.inner, key=lambda v: v.size, default=None)
 
 
-def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
-    """Run a model once, as if it were exported, and note what it calls and reads."""
+def record(model: nn.Module, args: Any, kwargs: Any, train: bool = False) -> Recording:
+    """Run a model once, as if it were exported, and note what it calls and reads. Raises
+    CaptureError where its own code fails."""
     names = {module: name for name, module in model.named_modules()}
     clock = iter(range(1 << 62))
     root = Visit("", next(clock))
@@ -131,8 +134,12 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     reading = _Reading(clock)
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
-        with untouched(model), torch.no_grad(), as_exported(), reading:
+        with untouched(model), torch.set_grad_enabled(train), as_exported(), reading:
             model(*args, **kwargs)
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise CaptureError(explained(model, error)) from error
     finally:
         for hook in hooks:
             hook.remove()

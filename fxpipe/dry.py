@@ -25,6 +25,7 @@ from fxpipe.packed import memory_order
 from fxpipe.prefix import run_until
 from fxpipe.python_chance import PYTHON, python_left_alone
 from fxpipe.state import named_state
+from fxpipe.torch_internals import hooks_at_rest
 from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
 from fxpipe.undone import plain_attributes, put_back
 
@@ -115,7 +116,7 @@ def _without_floats(prefix: Prefix, leaves: Sequence[Tensor]) -> Dry:
     args, kwargs = rebuild(given, *prefix.rebuilt)
     before = plain_attributes(prefix.model, prefix.attributes)
     try:
-        with torch.no_grad(), mode, drawing, concrete:
+        with torch.no_grad(), hooks_at_rest(), mode, drawing, concrete:
             reached = run_until(prefix.model, prefix.boundary, args, kwargs, state)
     finally:
         put_back(prefix.model, before)

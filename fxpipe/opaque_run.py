@@ -1,6 +1,7 @@
 """A prefix, run once: what it reads and changes, what crosses, and what it costs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.faithful import nothing_put_away
 from fxpipe.history import Kept, behind
 from fxpipe.inputs import rebuild
 from fxpipe.opaque import Prefix, Rebuilt, Size, taken_apart
 from fxpipe.outsiders import UNOWNED
 from fxpipe.prefix import run_until
 from fxpipe.prefix_chance import generators
+from fxpipe.python_chance import python_left_alone
+from fxpipe.remembered import Places, Scouted, check_forgetful, differing
 from fxpipe.replaced import check_replaced, same_parameters
 from fxpipe.state import named_state
 from fxpipe.torch_patches import no_seeding
@@ -33,7 +37,8 @@ def measured(
     """A prefix, run once without a trace of it, and what crossed."""
     names = {id(tensor): name for name, tensor in named_state(model, ties=False)}
     uses, flops, kept = _Uses(names), FlopCounterMode(display=False), Kept()
-    with untouched(model) as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
+    run = forgetting(model, lambda: _check_forgetful(model, boundary, rebuilt, leaves))
+    with run as changed, torch.set_grad_enabled(train), flops, uses, kept.hooks():
         states = generators(model)
         with no_seeding(), same_parameters(model):
             reached = run_until(model, boundary, *rebuild(leaves, *rebuilt))
@@ -61,6 +66,34 @@ def measured(
         train=train,
     )
     return prefix, crossing
+
+
+@contextmanager
+def forgetting(model: nn.Module, again: Callable[[], None]) -> Iterator[Changed]:
+    """A run that leaves nothing of what it keeps. again: called where it has kept anything."""
+    places = Places(model)
+    with places.put_back(), nothing_put_away(model), untouched(model) as changed:
+        before = places.taken()
+        yield changed
+        kept = differing(before, places.taken())
+    if kept:
+        again()
+
+
+def _check_forgetful(
+    model: nn.Module, boundary: str, rebuilt: Rebuilt, leaves: Sequence[Tensor]
+) -> None:
+    """Raises RememberedError where code keeps something for the next microbatch."""
+
+    def run(tensors: tuple[Tensor, ...]) -> object:
+        with python_left_alone(), torch.random.fork_rng(devices=[]), no_seeding():
+            return run_until(model, boundary, *rebuild(tensors, *rebuilt)).call
+
+    def make() -> tuple[Tensor, ...]:
+        return tuple(leaf.detach().clone() for leaf in leaves)
+
+    with forgetting(model, lambda: None):
+        check_forgetful(Scouted(model, dict(named_state(model)), make, run))
 
 
 def _check(model: nn.Module, boundary: str, changed: Changed) -> None:

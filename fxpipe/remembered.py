@@ -58,7 +58,7 @@ def leaves_anything(scouted: Scouted) -> bool:
     with places.put_back():
         before = places.taken()
         scouted.run(scouted.make())
-        return bool(_differing(before, places.taken()))
+        return bool(differing(before, places.taken()))
 
 
 def check_forgetful(scouted: Scouted) -> None:
@@ -69,13 +69,13 @@ def check_forgetful(scouted: Scouted) -> None:
         before = places.taken()
         first = derivations.of(run, make())
         left = places.taken()
-        moved = _differing(before, left)
+        moved = differing(before, left)
         known = set(map(id, (*_tensors(before), *state.values())))
         kept = (t for t in _tensors(left) if derivations.depends(t) and id(t) not in known)
         again = first
         with Reading(kept), suppress(IndexError, KeyError, StopIteration):
             again = derivations.of(run, make())
-        found = _differing(left, places.taken(), tensors=False)
+        found = differing(left, places.taken(), tensors=False)
     if found:
         raise RememberedError(f"{found[0]} changes with every forward. {_INSTEAD}")
     if again != first:
@@ -86,7 +86,7 @@ def _tensors(taken: Taken) -> Iterator[Tensor]:
     return (value for value in taken.values() if isinstance(value, Tensor))
 
 
-def _differing(before: Taken, after: Taken, *, tensors: bool = True) -> list[str]:
+def differing(before: Taken, after: Taken, *, tensors: bool = True) -> list[str]:
     """The places in which something else is now. tensors: also where that is another tensor."""
     names = dict.fromkeys([*before, *after])
     return [name for name in names if not _alike(before, after, name, tensors)]

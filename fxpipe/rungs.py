@@ -59,7 +59,7 @@ def capture_opaque(
     """
     tensors, fixed, structure = flatten(microbatch)
     args, kwargs = rebuild([tensor for _, tensor in tensors], structure, fixed)
-    recording = record(model, args, kwargs)
+    recording = record(model, args, kwargs, train)
     if not recording.reads:
         raise CaptureError("no values of the input are read")
     lines = tuple(dict.fromkeys(line for _, line in recording.reads))

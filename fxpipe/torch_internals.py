@@ -6,6 +6,7 @@ Tried on torch 2.13.0. Beside it, only the modules called torch_... use such nam
 import io
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 
 def fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
@@ -191,14 +193,29 @@ def gradient_hooks() -> list[object]:
 @contextmanager
 def watching_hooks(seen: list[str]) -> Iterator[None]:
     """Note every hook on a gradient that is registered inside this context: tracing loses it."""
+    with hooks_at_rest():
+        at_rest: Any = Tensor.register_hook
+
+        def noting(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+            code = sys._getframe(1)
+            seen.append(f"register_hook ({code.f_code.co_filename}:{code.f_lineno})")
+            return at_rest(tensor, hook)
+
+        Tensor.register_hook = noting  # type: ignore[method-assign]
+        yield
+
+
+@contextmanager
+def hooks_at_rest() -> Iterator[None]:
+    """Inside, code that is run without gradients may put hooks on them, as with gradients."""
     original: Any = Tensor.register_hook
 
-    def noting(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        code = sys._getframe(1)
-        seen.append(f"register_hook ({code.f_code.co_filename}:{code.f_lineno})")
+    def register(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        if not tensor.requires_grad and not torch.is_grad_enabled():
+            return RemovableHandle(OrderedDict())
         return original(tensor, hook)
 
-    Tensor.register_hook = noting  # type: ignore[method-assign]
+    Tensor.register_hook = register  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from fxpipe.prefix_chance import generators
 from fxpipe.python_chance import PYTHON
 from fxpipe.solving import misfit, solve
 from fxpipe.state import named_state
-from fxpipe.torch_internals import fake_mode, guards
+from fxpipe.torch_internals import fake_mode, guards, hooks_at_rest
 from fxpipe.undone import untouched
 from fxpipe.wanted import Reader
 
@@ -40,7 +40,7 @@ def try_out(whole: Captured, suffix: Captured, reader: Reader, microbatch: Micro
     if suffix.draws and (suffix.data.symbols or any(d.apart for d in draws if d.device != PYTHON)):
         return
     args, kwargs = rebuild(leaves, structure, fixed)
-    with torch.no_grad(), as_exported():
+    with torch.no_grad(), hooks_at_rest(), as_exported():
         with untouched(prefix.model):
             wanted = reader(prefix.model(*args, **kwargs))[0]
         with untouched(prefix.model):

@@ -119,3 +119,24 @@ def test_refused(body: Body, found: str) -> None:
         fxpipe.compile(model, {"x": torch.randn(2, 3)}, backend="local", **ONE)
     after = model.mine.getstate(), list(model.turns), COUNT, model.last, model.first
     assert before == after
+
+
+def opaque(model: Model, x: Tensor) -> Tensor:
+    before, model.kept = model.kept, x.detach().mean()
+    return x * random.uniform(2, 2) + (0 if before is None else before)
+
+
+def test_refused_before_a_boundary() -> None:
+    with pytest.raises(CaptureError, match="reads a tensor that forward has made and kept"):
+        fxpipe.compile(Model(opaque), {"x": torch.randn(2, 3)}, backend="local", **ONE)
+
+
+def hooked(model: Model, x: Tensor) -> Tensor:
+    x = x * random.uniform(2, 2)
+    x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+def test_a_hook_before_a_boundary_runs() -> None:
+    batch = [{"x": torch.randn(2, 3, dtype=torch.float64)} for _ in range(2)]
+    trained_alike(Model(hooked).double(), batch, 1e-12, **ONE)
