@@ -14,9 +14,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxpipe.errors import CaptureError
 from fxpipe.frames import calling_line, is_model_code, is_torch_code
 from fxpipe.messages import in_message
+from fxpipe.packed import memory_order
 from fxpipe.torch_autograd import operators_alone
 from fxpipe.torch_internals import is_fake
-from fxpipe.torch_modes import untraced
+from fxpipe.torch_modes import untraced, without_function_modes
 
 SEEDED = (
     "A graph draws from torch's default generator, in eager's order, and cannot seed it: seed "
@@ -30,8 +31,8 @@ _OTHER = 0x5EED_F0F0_1234_5678  # a seed that nobody else takes
 @contextmanager
 def recorded() -> Iterator[None]:
     """A model's code as it is to be run by any trace."""
-    calls = checkpoints_as_calls(), operators_alone()
-    with inference_as_no_grad(), data_as_detach(), sizes_as_text(), calls[0], calls[1]:
+    calls = checkpoints_as_calls(), operators_alone(), batch_norms_as_run()
+    with inference_as_no_grad(), data_as_detach(), sizes_as_text(), calls[0], calls[1], calls[2]:
         yield
 
 
@@ -103,6 +104,31 @@ def data_as_detach() -> Iterator[None]:
         yield
     finally:
         del Tensor.data
+
+
+@contextmanager
+def batch_norms_as_run() -> Iterator[None]:
+    """Inside, what a batch norm on a CPU makes lies in memory as its kernel has it, packed or with
+    the channels last. Traces say that it lies as its input does, and random numbers for it, or for
+    what is made of it, would go to other places than in eager."""
+    original = torch.batch_norm
+
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = original(input, *args, **kwargs)
+        if input.device.type != "cpu" or not is_fake(made):
+            return made
+        plain = tuple(range(input.dim()))
+        last = (0, *plain[2:], 1) if input.dim() in (4, 5) else plain
+        if memory_order(input) in (plain, last):
+            return made
+        with without_function_modes():
+            return made.contiguous()
+
+    torch.batch_norm = call
+    try:
+        yield
+    finally:
+        torch.batch_norm = original
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """What random models have found: the smallest model of each kind equals eager."""
 
-import copy
 import math
-import warnings
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -263,85 +261,3 @@ def test_a_capture_leaves_nothing_in_the_models_caches() -> None:
         (model(**mb) / 3).backward()
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
-
-
-class Quiet(nn.Module):
-    """A part without gradients, and after it a result that nobody uses."""
-
-    def __init__(self, weight: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.factor, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.unused.weight = self.unused.weight if weight is None else weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            factor, shift = self.factor(x).mean(), x.mean(1, keepdim=True)
-        x = x * factor + shift
-        self.unused(x)
-        return x
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = Quiet()
-        self.blocks = nn.ModuleList([first, Quiet(first.unused.weight)])
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def test_what_torch_cuts_out_does_not_hide_the_users_of_a_tied_weight() -> None:
-    batch = [{"x": torch.randn(rows, 4).double()} for rows in (2, 3)]
-    trained_alike(Tied().double(), batch, 1e-12, schedule="stage/1f1b", ranks=1)
-
-
-class Copied(nn.Module):
-    """Two layers that are copies of one, and hold the same parameters in the same dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([first, copy.copy(first)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x.square().mean()
-
-
-def test_copies_of_a_module_may_share_its_parameters() -> None:
-    batch = [{"x": torch.randn(rows, 4).double()} for rows in (2, 3)]
-    trained_alike(Copied().double(), batch, 1e-12, schedule="stage/1f1b", ranks=2)
-
-
-class Reporting(nn.Module):
-    """Checks its sizes, and a number that follows from data, with messages that say them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        count = (ids > 3).sum().item()
-        torch._check(count <= ids.numel(), lambda: "never")
-        if x.shape[0] < 1:
-            raise ValueError(f"{x.shape[0]} rows, {count} of them")
-        warnings.warn(f"{x.shape[0]} rows, {count} ids", stacklevel=1)
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x.square().mean()
-
-
-def test_numbers_in_messages_bind_no_graph() -> None:
-    batch = [{"ids": torch.arange(rows * 3).reshape(rows, 3) % 9} for rows in (2, 3, 5)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pipe = trained_alike(Reporting().double(), batch, 1e-12, ranks=2)
-    assert pipe.captures == 1

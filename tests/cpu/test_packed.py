@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import fxpipe
@@ -153,3 +154,36 @@ class Opaque(nn.Module):
 
 def test_an_opaque_stage_sees_tensors_as_they_lie() -> None:
     steps_as_eager(Opaque(), ("packed", "transposed", "gaps"))
+
+
+class Noisy(nn.Module):
+    """Noise of the layout of what a batch norm makes of a transposed tensor."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList({3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[dims](4) for _ in "ab")
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = x + torch.randn_like(x)
+            x = norm(x.transpose(1, -1)).transpose(1, -1)
+        loss: Tensor = self.head(F.dropout(x)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 5, 3, 4)])
+def test_noise_behind_a_batch_norm_lies_as_in_eager(shape: tuple[int, ...]) -> None:
+    """Its kernel packs what it makes, whatever a trace says."""
+    torch.manual_seed(0)
+    model = Noisy(len(shape)).double()
+    inputs = [torch.randn(shape).double() for _ in range(2)]
+    pipe = fxpipe.compile(model, {"x": inputs[0]}, ranks=1, backend="local")
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    expected = torch.stack([reference(x) for x in inputs])
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    result = pipe.step([{"x": x} for x in inputs])
+    torch.testing.assert_close(result.losses, expected.detach(), rtol=1e-12, atol=0)
+    assert torch.equal(state, torch.get_rng_state())
