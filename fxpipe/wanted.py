@@ -135,7 +135,8 @@ def _check_loss(output: Any, loss: Any, *, given: bool) -> None:
     if not isinstance(loss, Tensor) and given:
         raise CaptureError(
             f"loss_fn returned {_described(loss)} for what the model returned, "
-            f"{_described(output)}; it returns a tensor of shape (), or that and a dict of metrics"
+            f"{_described(output)}; pass what the loss needs (labels), and return a "
+            "tensor of shape (), or that and a dict of metrics"
         )
     if not isinstance(loss, Tensor):
         raise CaptureError(
