@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import CaptureError
 from fxpipe.state import canonical_names
@@ -73,9 +74,9 @@ class _Seen:
         self._classes: list[Space] = []
         self._met: list[object] = []
         self._known: dict[int, object] = {}
+        _refuse_unready(model)
         self._state = [*model.parameters(), *model.buffers()]
         self._own = set(map(id, self._state))
-        _refuse_scripts(model)
         entries = [(name, *self._module(module)) for name, module in model.named_modules()]
         entries.append(("loss_fn", *self._loss(loss_fn)))
         classes = {type(module): None for module in (*model.modules(), *_modules(loss_fn))}
@@ -191,12 +192,20 @@ class _Seen:
         return self._known[id(value)]
 
 
-def _refuse_scripts(model: nn.Module) -> None:
+def _refuse_unready(model: nn.Module) -> None:
+    """Raises CaptureError for modules that no trace can look into."""
     for name, module in model.named_modules():
+        own = f"module {name or '(the model itself)'}"
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"module {name or '(the model itself)'} is made by torch.jit, and cannot be traced "
-                "into a graph. Give the nn.Module that it was made from"
+                f"{own} is made by torch.jit, and cannot be traced into a graph. Give the "
+                "nn.Module that it was made from"
+            )
+        state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, state)):
+            raise CaptureError(
+                f"{own} is lazy: its parameters have no shape yet. Run the model once on a "
+                "microbatch before compile"
             )
 
 

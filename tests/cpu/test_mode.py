@@ -121,11 +121,18 @@ def test_a_hook_on_the_gradients_of_all_modules_is_refused() -> None:
         hook.remove()
 
 
-def test_a_scripted_module_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (lambda: torch.jit.script(nn.Linear(4, 4)), "is made by torch.jit"),
+        (lambda: nn.LazyLinear(4), "is lazy"),
+    ],
+)
+def test_what_no_trace_can_look_into_is_refused(layer: Callable[[], Any], found: str) -> None:
     model = made()
-    model.blocks[0].linear = torch.jit.script(nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match=r"module blocks.0.linear is made by torch.jit"):
-        Watch(model).mode()
+    model.blocks[0].linear = layer()
+    with pytest.raises(CaptureError, match=f"module blocks.0.linear {found}"):
+        fxpipe.compile(model, (torch.randn(2, 4).double(),), ranks=2, backend="local")
 
 
 def test_steps_follow() -> None:
