@@ -117,7 +117,7 @@ def test_a_packed_bundle_is_what_it_was() -> None:
     [
         ({"name": "mpi"}, "unknown backend 'mpi'; there are 'local', 'gloo', 'nccl', 'hccl'"),
         ({"name": "gloo", "ranks": 2}, "backend 'gloo' needs torch.distributed: start the script"),
-        ({"name": "local", "ranks": 0}, "ranks=0; there must be at least one"),
+        ({"name": "local", "ranks": 0}, "ranks=0; expected an integer of at least 1"),
     ],
 )
 def test_a_backend_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
