@@ -15,7 +15,8 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.plain import Plain, microbatches
-from fxpipe.cut import Role
+from fxpipe.cut import Kind, Role
+from fxpipe.runtime import Rank
 
 COUNTS = (8, 16, 32, 64)
 
@@ -80,9 +82,8 @@ def kept_bytes(pipe: Any, model: nn.Module) -> list[dict[str, Any]]:
     """For each stage, the bytes that fxpipe keeps of one microbatch and that eager saves."""
     batch = microbatches(1)
     ours: dict[str, int] = {}
-    for stage in pipe.cut.stage:
-        observe(pipe.graphs[stage], ours)
-    pipe.step(batch)
+    with observed(ours):
+        pipe.step(batch)
     peaks = {peak.stage: peak.bytes for peak in pipe.timeline.peaks}
     homes = {name: stage for stage in ours for name in pipe.graphs[stage].trained}
     eager = saved_bytes(model, batch[0], homes)
@@ -92,18 +93,29 @@ def kept_bytes(pipe: Any, model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def observe(graphs: Any, kept_bytes: dict[str, int]) -> None:
-    """Have a stage's F note the bytes of the distinct storages that it returns as kept."""
-    run = graphs.F.forward
+@contextmanager
+def observed(kept_bytes: dict[str, int]) -> Iterator[None]:
+    """While open, note the bytes of the distinct storages that each stage's F keeps.
 
-    def forward(state: tuple[Any, ...], feed: tuple[Any, ...], received: Any) -> Any:
-        made = run(state, feed, received)
-        given = {_storage(value) for value in (*state, *feed) if isinstance(value, Tensor)}
-        kept = {_storage(t): t.untyped_storage().nbytes() for t in made[2] if isinstance(t, Tensor)}
-        kept_bytes[graphs.stage] = sum(size for at, size in kept.items() if at not in given)
-        return made
+    Where the running rank is handed them: the graph that a step calls is a bound copy of the
+    stage's, so that nothing set on `pipe.graphs` is seen by a step.
+    """
+    keep = Rank.keep
 
-    graphs.F.forward = forward
+    def noted(self: Rank, stage: str, mb: int, kept: list[Any], state: Any, feed: Any) -> Any:
+        if self.now == f"{stage}.{Kind.F}{mb}":
+            given = {_storage(value) for value in (*state, *feed) if isinstance(value, Tensor)}
+            sizes = {
+                _storage(t): t.untyped_storage().nbytes() for t in kept if isinstance(t, Tensor)
+            }
+            kept_bytes[stage] = sum(size for at, size in sizes.items() if at not in given)
+        return keep(self, stage, mb, kept, state, feed)
+
+    Rank.keep = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Rank.keep = keep  # type: ignore[method-assign]
 
 
 def saved_bytes(
