@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.torch_internals import is_fake
-from fxpipe.trees import take_apart
+from fxpipe.trees import SIMPLE, take_apart
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 # Operators whose result has of their later arguments the kind alone, or of all.
 _OF_FIRST = ("to", "type_as", "expand_as", "view_as", "reshape_as")
 _OF_NONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -51,7 +50,7 @@ class Derivations(TorchFunctionMode):
         if isinstance(value, Tensor):
             known = self._made.get(id(value))
             return (value.dtype, value.dim()) if known is None else known[1]
-        return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+        return repr(value) if isinstance(value, SIMPLE) else type(value).__name__
 
     def __torch_function__(
         self,

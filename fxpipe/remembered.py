@@ -28,11 +28,10 @@ from fxpipe.errors import RememberedError
 from fxpipe.frames import calling_line
 from fxpipe.surroundings import LARGE, content, is_library, slots, surroundings, vars_of
 from fxpipe.torch_internals import MODULE_TABLES
-from fxpipe.trees import take_apart
+from fxpipe.trees import SIMPLE, take_apart
 
 _DEPTH = 4  # how far below a module, a global or a cell values are looked at
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_VALUES = (*_PLAIN, Tensor)
+_VALUES = (*SIMPLE, Tensor)
 _CALLED = (FunctionType, MethodType, functools.partial)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _INSTEAD = (
@@ -150,7 +149,7 @@ class Places:
 
 
 def _is_open(value: object) -> bool:
-    if isinstance(value, (*_PLAIN, *_GENERATORS, Tensor, dict, list, tuple, set, deque)):
+    if isinstance(value, (*SIMPLE, *_GENERATORS, Tensor, dict, list, tuple, set, deque)):
         return True
     return not is_library(value) or hasattr(value, "__next__")
 
@@ -159,7 +158,7 @@ def _take(name: str, value: object, depth: int, found: Taken, seen: set[int]) ->
     """Note what is in a place, and in the places inside it."""
     if isinstance(value, Tensor):
         found[name] = value
-    elif isinstance(value, _PLAIN):
+    elif isinstance(value, SIMPLE):
         found[name] = type(value), repr(value)
     elif isinstance(value, _GENERATORS) or hasattr(value, "__next__"):
         found[name] = _state(value)
@@ -186,7 +185,7 @@ def _parts(value: object) -> Mapping[str, object] | None:
 
 def _inside(value: object, depth: int) -> Iterator[object]:
     yield value
-    if depth <= _DEPTH and not isinstance(value, (Tensor, *_PLAIN)):
+    if depth <= _DEPTH and not isinstance(value, (Tensor, *SIMPLE)):
         for part in (_parts(value) or {}).values():
             yield from _inside(part, depth + 1)
 

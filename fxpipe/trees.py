@@ -21,8 +21,9 @@ from torch import Tensor
 from fxpipe.torch_internals import children_of, from_children
 
 # Leaves that are no tensors, and mean the same if they are of one type and compare equal.
+SIMPLE = (type(None), bool, int, float, complex, str, bytes)
 PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+    *(*SIMPLE, type, range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, numpy.generic, enum.Enum),
 )
 
