@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.python_chance import python_left_alone
+from fxpipe.torch_internals import storage_of
 
 _REAL = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, str, Tensor)
@@ -115,7 +116,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = {_memory(t): (name, t) for name, t in tensors.items() if not t.is_meta}
+        self._own = {storage_of(t): (name, t) for name, t in tensors.items() if not t.is_meta}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -134,7 +135,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, value: Any) -> None:
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
-            found = self._own.get(_memory(leaf)) if type(leaf) in _REAL else None
+            found = self._own.get(storage_of(leaf)) if type(leaf) in _REAL else None
             if found is not None and found[0] not in self._before:
                 self._before[found[0]] = found[1], found[1].detach().clone()
 
@@ -147,10 +148,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with torch.no_grad():
                     tensor.copy_(copy)
         return changed
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def put_in(places: Places) -> None:
