@@ -34,10 +34,11 @@ class Channel(NamedTuple):
     target: int
 
 
-# Handles: the work, if there is anything to do; what it must keep alive; the name of the transfer.
+# Handles: the work, if there is anything to do; what it must keep alive; the name of the transfer,
+# or how many numbers each rank shares.
 Send = tuple[dist.Work | None, Tensor, str]
 Receive = tuple[dist.Work | None, Tensor, Sequence[Spec], str]
-Expected = tuple[list[dist.Work], list[Tensor]]
+Expected = tuple[list[dist.Work], list[Tensor], Sequence[int]]
 
 
 class Wire:
@@ -136,50 +137,48 @@ class Wire:
 
     def expect(self, sizes: Sequence[int]) -> Expected:
         """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
-        parts = [torch.empty(size, dtype=torch.float64, device=self._device) for size in sizes]
-        works: list[dist.Work] = []
-        if self._device.type == "cpu" and self._rank == len(sizes) - 1:
-            group = self._groups[tuple(range(len(sizes)))]
-            works = [group.recv([part], rank, _LAST) for rank, part in enumerate(parts[:-1])]
-        return works, parts
+        if self._device.type != "cpu" or self._rank != len(sizes) - 1:
+            return [], [], sizes
+        group = self._groups[tuple(range(len(sizes)))]
+        parts = [torch.empty(size, dtype=torch.float64) for size in sizes[:-1]]
+        works = [group.recv([part], rank, _LAST) for rank, part in enumerate(parts)]
+        return works, parts, sizes
 
     def share(self, handle: Expected, numbers: Tensor) -> Tensor:
         """Collect and hand out; on devices, where a rank must not wait for one peer, gather."""
-        works, parts = handle
-        group = self._groups[tuple(range(len(parts)))]
+        group = self._groups[tuple(range(len(handle[-1])))]
         try:
             if self._device.type != "cpu":
-                return self._gather(group, parts, numbers.to(self._device)).cpu()
-            return self._collect(group, works, parts, numbers)
+                return self._gather(group, handle[-1], numbers.to(self._device)).cpu()
+            return self._collect(group, handle, numbers)
         except RuntimeError as error:
             raise LostError(f"the end of the step did not reach every rank ({error})") from error
 
     def _collect(
         self,
         group: dist.ProcessGroup,
-        works: Sequence[dist.Work],
-        parts: list[Tensor],
+        handle: Expected,
         numbers: Tensor,
     ) -> Tensor:
-        last = len(parts) - 1
+        works, parts, sizes = handle
+        last = len(sizes) - 1
         if self._rank == last:
             for work in works:
                 work.wait()
-            everything = torch.cat([*parts[:last], numbers])
+            everything = torch.cat([*parts, numbers])
             works = [group.send([everything], rank, _LAST) for rank in range(last)]
         else:
-            everything = torch.empty(sum(part.numel() for part in parts), dtype=torch.float64)
+            everything = torch.empty(sum(sizes), dtype=torch.float64)
             works = [group.recv([everything], last, _LAST), group.send([numbers], last, _LAST)]
         for work in works:
             work.wait()
         return everything
 
-    def _gather(self, group: dist.ProcessGroup, parts: Sequence[Tensor], numbers: Tensor) -> Tensor:
-        width = max(part.numel() for part in parts)
-        mine = torch.nn.functional.pad(numbers, (0, width - numbers.numel()))
-        padded = [torch.empty_like(mine) for _ in parts]
+    def _gather(self, group: dist.ProcessGroup, sizes: Sequence[int], numbers: Tensor) -> Tensor:
+        mine = torch.nn.functional.pad(numbers, (0, max(sizes) - numbers.numel()))
+        padded = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather([_bytes(wide) for wide in padded], _bytes(mine), group)
-        return torch.cat([w[: part.numel()] for w, part in zip(padded, parts, strict=True)])
+        return torch.cat([wide[:size] for wide, size in zip(padded, sizes, strict=True)])
 
     def collect(self, tensors: Mapping[Key, Tensor], to: int | None) -> dict[Key, Tensor]:
         """First what there is, then one message from each rank that has anything."""

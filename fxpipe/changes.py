@@ -7,7 +7,7 @@ model's buffers here.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -65,9 +65,11 @@ class Changes:
         """How many float64 a rank adds to the last exchange."""
         return sum(_words(spec) for _, _, _, spec in self._sent(rank))
 
-    def pack(self, rank: int) -> Tensor:
-        """What a rank has noted, as so many float64."""
-        found = [torch.empty(0, dtype=torch.float64)]
+    def packed(self, rank: int, numbers: Tensor) -> Tensor:
+        """Numbers of a rank, and behind them what it has noted, as so many float64."""
+        if not self._any:
+            return numbers
+        found = [numbers]
         for stage, mb, name, spec in self._sent(rank):
             data = self._noted[stage, mb.index][name].cpu().reshape(-1).view(torch.uint8)
             room = _words(spec) * _WORD - len(data)
@@ -75,8 +77,10 @@ class Changes:
         return torch.cat(found)
 
     @torch.no_grad()
-    def apply(self, tails: Sequence[Tensor]) -> dict[str, Tensor]:
+    def apply(self, tails: Iterable[Tensor]) -> dict[str, Tensor]:
         """The buffers' values after the step, from what all ranks have sent."""
+        if not self._any:
+            return {}
         stats = self._received(tails)
         now = dict(self._state)
         changed: dict[str, None] = {}
@@ -91,7 +95,7 @@ class Changes:
             changed.update(dict.fromkeys(new))
         return {**{name: now[name] for name in changed}, **self._foreseen[-1]}
 
-    def _received(self, tails: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
+    def _received(self, tails: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
         """Stats by microbatch, on the device of the buffers."""
         found: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for rank, tail in enumerate(tails):

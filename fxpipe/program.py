@@ -22,6 +22,7 @@ from fxpipe.delivery import arrivals, backward_of, carried, check_apart
 from fxpipe.emulation import Emulation
 from fxpipe.lower import holders
 from fxpipe.modules import Parts, called, modules
+from fxpipe.report import Report
 from fxpipe.stageop import Variants, read_by
 from fxpipe.table import Op, Table
 
@@ -40,17 +41,9 @@ class Program:
     params: tuple[str, ...]
 
     @cached_property
-    def tokens(self) -> tuple[str, ...]:
-        """The names of the ops of its row."""
-        return tuple(map(str, self.table.rows[self.rank]))
-
-    @cached_property
-    def slots(self) -> dict[str, int]:
-        """`llm1.F0` -> the place of its loss among those of all stages and microbatches."""
-        places = {name: index for index, name in enumerate(self.table.cut.stage)}
-        count = self.table.microbatches
-        forwards = (op for op in self.table.rows[self.rank] if op.kind is Kind.F and not op.way)
-        return {str(op): places[op.stage] * count + (op.mb or 0) for op in forwards}
+    def report(self) -> Report:
+        """What the ranks of this table tell each other when a step ends."""
+        return Report(self.table)
 
     def __str__(self) -> str:
         return self.module.code.strip()

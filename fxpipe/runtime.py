@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -23,15 +23,11 @@ from fxpipe.changes import Changes
 from fxpipe.cut import Kind
 from fxpipe.errors import RankError
 from fxpipe.meter import Kept, Meter
-from fxpipe.passes.reorder import reorder
 from fxpipe.program import Program
+from fxpipe.report import Numbers, Report
 from fxpipe.streams import held, stream_of
 from fxpipe.table import Table
-from fxpipe.timeline import Peak, Span, Timeline
-
-# perf_counter counts from a moment of its own; with this it is the time of day, as on other hosts.
-_EPOCH = time.time() - time.perf_counter()
-
+from fxpipe.timeline import Timeline
 
 # What microbatches return beside their losses: (microbatch, number of the value) -> tensor.
 Outputs = dict[tuple[int, int], Tensor]
@@ -126,17 +122,19 @@ class Step:
     gradients: Grads
     outputs: Outputs
     buffers: Mapping[str, Tensor]
-    table: Table
-    numbers: Sequence[Tensor]
+    report: Report
+    told: Sequence[Numbers]
     order: tuple[int, ...]
+
+    @property
+    def table(self) -> Table:
+        """The table that ran."""
+        return self.report.table
 
     @cached_property
     def timeline(self) -> Timeline:
         """Spans and peaks of every rank, as measured."""
-        table, skip = reorder(self.table, self.order), len(_losses_of(self.table))
-        pairs = [numbers[skip:].view(-1, 2).tolist() for numbers in self.numbers]
-        spans, peaks = _spans(table, pairs), _peaks(table, pairs)
-        return Timeline(table.cut, tuple(spans), tuple(peaks))
+        return self.report.timeline(self.told, self.order)
 
 
 def run_step(
@@ -155,11 +153,10 @@ def run_step(
     batch: in the order of the table; order: which microbatch of the caller each is; to: the one
     rank that gets the outputs, not all; state: the model's tensors; seeds: one per microbatch.
     """
-    order, table = order or tuple(range(len(batch))), next(iter(programs.values())).table
-    changes = Changes(table, batch, order, state or {})
-    stream = stream_of(batch, order, held(table, programs), seeds)
-    own = [_size(table, rank) for rank in range(len(table.rows))]
-    sizes = [size + changes.words(rank) for rank, size in enumerate(own)]
+    order, report = order or tuple(range(len(batch))), next(iter(programs.values())).report
+    changes = Changes(report.table, batch, order, state or {})
+    stream = stream_of(batch, order, held(report.table, programs), seeds)
+    sizes = [size + changes.words(rank) for rank, size in enumerate(report.sizes)]
 
     def body(rank: int, transport: Transport) -> Brought:
         running = Rank(rank, transport, batch, changes)
@@ -168,17 +165,26 @@ def run_step(
             stream.start(transport.agree)
             losses, gradients = programs[rank].module.forward(running, *batch)
             running.now = "the end of the step"
-            numbers = torch.cat([_numbers(programs[rank], running, losses), changes.pack(rank)])
-            shared = transport.share(expected, numbers)
+            own = report.write(rank, running.times, losses, running.meters)
+            shared = transport.share(expected, changes.packed(rank, own))
             return shared, gradients, running.collect(any(mb.returns for mb in batch), to)
 
     results = backend.run(body)
-    shared = torch.split(next(iter(results.values()))[0], sizes)
-    numbers = [one[:size] for one, size in zip(shared, own, strict=True)]
-    buffers = changes.apply([one[size:] for one, size in zip(shared, own, strict=True)])
+    told, tails = _apart(next(iter(results.values()))[0], sizes, report.sizes)
+    buffers = changes.apply(tails)
     stream.finish()
-    losses = _losses(table, numbers, order).to(dtype)
-    return Step(losses, *_merged(results), buffers, table, numbers, order)
+    losses = report.losses(told, order).to(dtype)
+    return Step(losses, *_merged(results), buffers, report, told, order)
+
+
+def _apart(
+    shared: Tensor, sizes: Sequence[int], own: Sequence[int]
+) -> tuple[Sequence[Numbers], Iterator[Tensor]]:
+    """By rank, the numbers of the report, and what follows them."""
+    numbers, starts = shared.tolist(), [0, *accumulate(sizes)]
+    ends = [start + size for start, size in zip(starts, own, strict=False)]
+    told = [numbers[start:end] for start, end in zip(starts, ends, strict=False)]
+    return told, (shared[end:start] for end, start in zip(ends, starts[1:], strict=True))
 
 
 @contextmanager
@@ -210,73 +216,3 @@ def _failed(rank: int, op: str, error: Exception, order: tuple[int, ...]) -> str
         f"rank {rank} failed in {op}: {type(error).__name__}: {error}. Every rank has stopped, no "
         f"gradient was written; the traceback of that rank shows the line{note}"
     )
-
-
-# A step ends with one exchange, in which each rank gives
-# [losses by stage and microbatch | start and end of every op of its row | peaks by stage].
-
-
-def _losses_of(table: Table) -> range:
-    return range(len(table.cut.stages) * table.microbatches)
-
-
-def _size(table: Table, rank: int) -> int:
-    return len(_losses_of(table)) + 2 * len(table.rows[rank]) + 4 * len(table.cut.stages)
-
-
-def _numbers(program: Program, running: Rank, losses: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
-    numbers = [0.0 for _ in _losses_of(program.table)]
-    for token in program.tokens:
-        numbers += running.times.get(token, (-_EPOCH, -_EPOCH))
-    for stage in program.table.cut.stages:
-        meter = running.meters.get(stage.name)
-        found = (meter.peak_units, meter.peak_bytes, meter.forward_bytes) if meter else (0, 0, 0)
-        numbers += (*found, 0)
-    result = torch.tensor(numbers, dtype=torch.float64)
-    slots = len(_losses_of(program.table))
-    result[slots : slots + 2 * len(program.tokens)] += _EPOCH
-    _write_losses(result, program, losses)
-    return result
-
-
-def _write_losses(
-    numbers: Tensor, program: Program, losses: Mapping[str, tuple[Tensor, ...]]
-) -> None:
-    """The terms of each microbatch, summed per stage in the order in which the model adds them."""
-    found = {token: sum(terms[1:], start=terms[0]) for token, terms in losses.items() if terms}
-    if not found:
-        return
-    slots = [program.slots[token] for token in found]
-    numbers[slots] = torch.stack([loss.double() for loss in found.values()]).cpu()
-
-
-def _losses(table: Table, numbers: Sequence[Tensor], order: Sequence[int]) -> Tensor:
-    """[microbatches] of the caller: the stages' losses, added in the order of the stages; one rank
-    has each."""
-    slots, count = len(_losses_of(table)), table.microbatches
-    by_stage = torch.stack([own[:slots] for own in numbers]).sum(0).view(-1, count)
-    losses = torch.empty(count, dtype=torch.float64)
-    losses[list(order)] = sum(by_stage[1:], start=by_stage[0])
-    return losses
-
-
-def _spans(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Span]:
-    """Compute ops as they ran; a transfer from the start of its send to the end of its receive."""
-    times = {
-        (rank, op): time
-        for rank, row in enumerate(table.rows)
-        for op, time in zip(row, pairs[rank], strict=False)
-    }
-    for (rank, op), (start, end) in times.items():
-        if not op.way:
-            yield Span(rank, op, start, end)
-        elif op.way == ">" and op.peer is not None:
-            yield Span(rank, op, start, times[op.peer, op.value.source(rank)][1])
-
-
-def _peaks(table: Table, pairs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Peak]:
-    for rank, row in enumerate(table.rows):
-        counts = iter(pairs[rank][len(row) :])
-        for stage, (units, size), (kept, _) in zip(table.cut.stages, counts, counts, strict=True):
-            if units:
-                yield Peak(rank, stage.name, int(units), int(size), int(kept))

@@ -56,7 +56,12 @@ def _variants(ranks: int) -> list[dict[str, Any]]:
 def test_a_program_reads_as_its_row() -> None:
     program = emit(Table.parse(CHAIN), 0, _variants(2), handmade.parameters(2))
     assert str(program) == PROGRAM.strip()
-    assert program.tokens == ("llm0.F0", "llm0.F0>1", "llm1.B0<1", "llm0.W0")
+    assert tuple(map(str, program.table.rows[program.rank])) == (
+        "llm0.F0",
+        "llm0.F0>1",
+        "llm1.B0<1",
+        "llm0.W0",
+    )
 
 
 def test_receives_are_posted_ahead_only_where_asked() -> None:

@@ -116,7 +116,17 @@ LEVELS = (
     ("passes", "forecast", "passes.communicate", "passes.reduce", "passes.reorder", *ORDERS),
     (*CAPTURE, *WRITES, *REWRITES),
     (*STAGES, *STEP, *DIFFERENTIATION, *ASSIGNMENT),
-    ("program", "modules", "stageop", "accumulation", "groupop", "emulation", "delivery", "meter"),
+    (
+        "program",
+        "modules",
+        "stageop",
+        "accumulation",
+        "groupop",
+        "emulation",
+        "delivery",
+        "meter",
+        "report",
+    ),
     ("backends", "runtime", "emulator"),
     (
         "",
