@@ -1,6 +1,6 @@
 """What each part of a schedule is worth: owners, window, insertion, W as filler, tail, weights.
 
-    python -m benchmarks.ablations [--quick] [--emulate] [--names 'Mpipe B']
+    python -m benchmarks.ablations [--quick] [--emulate] [--names 'Mpipe B'] [--plot FILE.png]
 
 On the papers' workloads (`benchmarks/workloads.py`), simulated; with --emulate the variants of each
 part run in turns on emulated chips as well. Every variant but the one that it names is the same.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks import plots
 from benchmarks.asked import given, parser
 from benchmarks.seeds_emulated import in_turns, shortest, spread
 from benchmarks.systems import Row, System, simulated
@@ -60,20 +61,30 @@ Part = Callable[[Workload, float], Iterator[Variant]]
 def main() -> int:
     """The command line."""
     asked = _options()
-    reached = True
+    reached, panels = True, []
     for workload in asked.workloads:
         print(f"\n**{workload.name}**: P = {workload.ranks}, M = {workload.microbatches}\n")
         print("| part | variant | step, s | to the usual | vision, GB | measured |")
         print("|---|---|---|---|---|---|")
+        rows: dict[str, list[float]] = {}
         for name, part in PARTS.items():
             found = list(part(workload, asked.effort))
+            rows |= {_label(name, variant): [variant.row.seconds] for variant in found}
             measured = _measured([x.row for x in found], asked) if asked.emulate else None
             reached &= _show(name, found, measured)
+        panels.append(plots.Bars(f"{workload.name}: seconds of a step", rows))
         for line in weights(workload):
             print(line)
+    if asked.plot:
+        plots.bars(asked.plot, panels)
     print(f"\nthe usual choice is as quick as any that holds no more, within {TIE:.0%}: ", end="")
     print("PASS" if reached else "FAIL")
     return int(not reached)
+
+
+def _label(part: str, variant: Variant) -> str:
+    """What a plot calls a variant; a star marks the usual one."""
+    return f"{'* ' * variant.usual}{part}: {variant.name}"
 
 
 def owner_map(workload: Workload, effort: float) -> Iterator[Variant]:
@@ -217,6 +228,7 @@ def _fields(variant: Variant) -> tuple[str, Row, bool]:
 
 def _options() -> argparse.Namespace:
     made = parser(__doc__, "Mpipe B, BigMac understanding")
+    made.add_argument("--plot", metavar="FILE.png", help="needs matplotlib")
     return given(made, [MPIPE_B, BIGMAC_U], BIGMAC_U)
 
 

@@ -1,6 +1,6 @@
 """An encoder of 2.5 stages: fxpipe, which nests it, against torch with the encoder as stage 0.
 
-    python -m benchmarks.headroom [--quick] [--ms 10 50] [--rounds 6]
+    python -m benchmarks.headroom [--quick] [--ms 10 50] [--rounds 6] [--plot FILE.png]
 
 4 processes over gloo, 8 microbatches, ops that sleep (`benchmarks/emulated.py`). The encoder is two
 blocks of 1.25 units each of forward, input and weight gradient, the first without the second of
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
+from benchmarks import plots
 from benchmarks.emulated import DEVICE, precise_sleep, weight, work
 from benchmarks.measure import agreed_start
 
@@ -195,6 +196,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one length of op, two rounds")
     parser.add_argument("--ms", type=float, nargs="+", help="of a unit; 10 and 50, quick: 20")
     parser.add_argument("--rounds", type=int, help="steps of each; 10, or 2 with --quick")
+    parser.add_argument("--plot", metavar="FILE.png", help="needs matplotlib")
     given = parser.parse_args()
     units = [ms / 1e3 for ms in given.ms or ([20.0] if given.quick else [10.0, 50.0])]
     rounds = given.rounds or (2 if given.quick else 10)
@@ -203,7 +205,19 @@ def main() -> int:
         spawn: Any = vars(mp)["spawn"]  # untyped
         spawn(worker, (units, rounds, str(Path(folder, "store")), answer), nprocs=RANKS)
         found = answer.get()
+    if given.plot:
+        _plot(given.plot, found, units)
     return _report(found, units, QUICK if given.quick else BAR)
+
+
+def _plot(path: str, found: dict[tuple[float, str], list[float]], units: list[float]) -> None:
+    """The median step of every runner in units, for each length of a unit."""
+    panels = []
+    for unit in units:
+        rows = {name: [median(x) / unit] for (own, name), x in found.items() if own == unit}
+        title = f"a step in units of {1e3 * unit:g} ms"
+        panels.append(plots.Bars(title, rows, mark=(PERFECT, "perfect balance")))
+    plots.bars(path, panels)
 
 
 def _report(found: dict[tuple[float, str], list[float]], units: list[float], bar: float) -> int:

@@ -1,6 +1,6 @@
 """How memory grows with the number of microbatches: fxpipe beside torch.distributed.pipelining.
 
-    python -m benchmarks.memory_growth [--quick]
+    python -m benchmarks.memory_growth [--quick] [--plot FILE.png]
 
 4 processes over gloo, a chain of blocks (`benchmarks/emulated.py`, without sleep) of which each
 keeps 4 MiB of a microbatch, one block per stage. All runners share the processes; growth is the
@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from benchmarks import plots
 from benchmarks.emulated import Chain
 from benchmarks.resident import Step, peak_growth
 
@@ -106,7 +107,9 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one runner of each, two counts")
-    quick = parser.parse_args().quick
+    parser.add_argument("--plot", metavar="FILE.png", help="needs matplotlib")
+    given = parser.parse_args()
+    quick = given.quick
     counts = FEW if quick else COUNTS
     names = list(RUNNERS[::2] if quick else RUNNERS)
     answer = mp.get_context("spawn").SimpleQueue()
@@ -115,6 +118,10 @@ def main() -> int:
         store = str(Path(folder, "store"))
         spawn(worker, (names, list(counts), store, answer), nprocs=RANKS)
         found = answer.get()
+    if given.plot:
+        rows = {name: [(m, max(found[name, m])) for m in counts] for name in names}
+        title = "MiB at the peak of a step, of the worst rank"
+        plots.lines(given.plot, [plots.Lines(title, "microbatches", rows, logs=True)])
     print(f"| runner | {' | '.join(f'M = {count}: MiB' for count in counts)} | slope, MiB |")
     print("|---" * (len(counts) + 2) + "|")
     slopes = {}

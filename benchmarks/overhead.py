@@ -1,7 +1,7 @@
 """What a step costs over the ideal: a bare hand-written loop, fxpipe, torch.distributed.pipelining.
 
     python -m benchmarks.overhead [--ranks 4] [--microbatches 8] [--schedule 1f1b] [--json FILE]
-    python -m benchmarks.overhead --schedule interleaved        # or zb-v, gpipe
+    python -m benchmarks.overhead --schedule interleaved [--plot FILE.png]        # or zb-v, gpipe
 
 Processes over gloo on one machine, ops that sleep; the runners take turns in one run. The excess
 is the median step minus the ideal of the runner's own order of ops (but in zb-v, torch's backward
@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.multiprocessing as mp
 
+from benchmarks import plots
 from benchmarks.measure import worker
 from benchmarks.runners import RUNNERS, TORCH, Setting
 
@@ -42,6 +43,8 @@ def main() -> int:
     report = [summary(sample) for sample in samples]
     verdicts = verdict(samples, given.steps)
     print(text(setting, report, verdicts))
+    if given.plot:
+        plot(given.plot, setting, report)
     if given.json:
         record = {
             "setting": vars(given),
@@ -66,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of one runner at a stretch")
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS))
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE.png", help="where the excess lies")
     return parser.parse_args()
 
 
@@ -143,6 +147,18 @@ def _excess(sample: dict[str, Any], steps: slice = slice(None)) -> float:
     """Seconds of the median step over the ideal."""
     excess: float = statistics.median(sample["seconds"][steps]) - sample["ideal"]
     return excess
+
+
+def plot(path: str, setting: Setting, report: list[dict[str, Any]]) -> None:
+    """What lies on the critical path beside the ops, by runner, for each length of op."""
+    panels = []
+    for unit in dict.fromkeys(row["unit"] for row in report):
+        found = {row["runner"]: row["parts"] for row in report if row["unit"] == unit}
+        parts = list(next(iter(found.values())))
+        rows = {name: [max(0.0, own[part]) for part in parts] for name, own in found.items()}
+        title = f"{setting.schedule}, {setting.ranks} ranks, ops of {unit:g} ms: excess, ms"
+        panels.append(plots.Bars(title, rows, parts))
+    plots.bars(path, panels)
 
 
 def text(setting: Setting, report: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> str:

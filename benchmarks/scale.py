@@ -1,6 +1,6 @@
 """Large tables and deep models: seconds, memory, and how both grow.
 
-    taskset -c 0 python -m benchmarks.scale [--only tables,models] [--json FILE]
+    taskset -c 0 python -m benchmarks.scale [--only tables,models] [--json FILE] [--plot FILE.png]
     python -m benchmarks.scale --quick              # small sizes, the exponents alone
 
 Tables: nested/1f1b with an encoder and a generator; derive, passes (with every rule after each),
@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from benchmarks import plots
 from fxpipe import passes
 from fxpipe.cut import Role
 from fxpipe.forecast import Ask, sketched
@@ -59,6 +60,8 @@ def main() -> int:
         rows, missed = rows + found, missed + late
     if given.json:
         Path(given.json).write_text(json.dumps(rows, indent=1))
+    if given.plot:
+        plot(given.plot, rows)
     print(f"missed: {'; '.join(missed)}" if missed else "every bar is reached")
     return int(bool(missed))
 
@@ -69,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="tables,models", help="one of the two")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE.png", help="needs matplotlib")
     parser.add_argument("--one", metavar="WHAT:SIZE", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -201,6 +205,23 @@ def growth(rows: Sequence[Row], over: str, level: str = "seconds") -> float:
     pairs = zip(x, y, strict=True)
     cross = sum((a - middle[0]) * (b - middle[1]) for a, b in pairs)
     return cross / sum((a - middle[0]) ** 2 for a in x)
+
+
+def plot(path: str, rows: Sequence[Row]) -> None:
+    """Seconds over the ops of a table, and over the layers of a model."""
+    tables = sorted((row for row in rows if "ops" in row), key=lambda row: row["ops"])
+    models: dict[str, list[plots.Point]] = {}
+    for row in rows:
+        if "layers" in row and "seconds" in row:
+            models.setdefault(row["way"], []).append((row["layers"], row["seconds"]))
+    panels = []
+    if tables:
+        levels = {level: [(row["ops"], row[level]) for row in tables] for level in LEVELS}
+        levels["together, without emit"] = levels.pop("seconds")
+        panels.append(plots.Lines("tables: CPU seconds", "ops", levels, logs=True))
+    if models:
+        panels.append(plots.Lines("models: CPU seconds", "layers", models, logs=True))
+    plots.lines(path, panels)
 
 
 def _table_text(row: Row) -> str:
