@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.frames import calling_line
 from fxpipe.torch_internals import is_fake
 from fxpipe.trees import SIMPLE, take_apart
 
@@ -23,12 +24,16 @@ _CHANCE = ("rand", "normal", "bernoulli", "multinomial", "uniform", "dropout", "
 
 class Derivations(TorchFunctionMode):
     """Notes how each tensor was made, and whether it depends on the inputs, on the parameters or on
-    chance. (Not on sizes: a mask or a table of positions is the same whoever makes it.)"""
+    chance. (Not on sizes: a mask or a table of positions is the same whoever makes it.) parting:
+    the line at which a run first did other than the one before."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._state = state
         self._made: dict[int, tuple[Tensor, int, bool]] = {}
+        self._steps: list[int] = []
+        self._before: list[int] | None = None
+        self.parting: str | None = None
 
     def of(self, run: Callable[[tuple[Tensor, ...]], object], inputs: tuple[Tensor, ...]) -> object:
         """How a run comes to what it returns, and to what the state becomes."""
@@ -36,6 +41,7 @@ class Derivations(TorchFunctionMode):
             self._made[id(tensor)] = tensor, hash(name), tensor.requires_grad
         for number, tensor in enumerate(inputs):
             self._made[id(tensor)] = tensor, number, True
+        self._before, self._steps = self._steps or None, []
         with self:
             made = run(inputs)
         return [self._how(value) for value in (*take_apart(made)[0], *self._state.values())]
@@ -44,6 +50,13 @@ class Derivations(TorchFunctionMode):
         """Whether a tensor depends on anything; one that came from nowhere seen may."""
         known = self._made.get(id(tensor))
         return is_fake(tensor) if known is None else known[2]
+
+    def _step(self, how: int) -> None:
+        """Note an operator, and the line of the first one that differs from the run before."""
+        number = len(self._steps)
+        self._steps.append(how)
+        if self._before and self.parting is None and self._before[number : number + 1] != [how]:
+            self.parting = calling_line()
 
     def _how(self, value: object) -> object:
         """What is known of an argument."""
@@ -62,6 +75,7 @@ class Derivations(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         given = take_apart((args, kwargs))[0]
         how = hash((name, *map(self._how, given)))
+        self._step(how)
         read = args[:1] if name in _OF_FIRST else given
         depends = any(word in name for word in _CHANCE) or (
             not name.endswith(_OF_NONE)

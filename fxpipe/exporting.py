@@ -26,9 +26,10 @@ from fxpipe.frames import calling_line
 from fxpipe.inputs import rebuild
 from fxpipe.outsiders import Outsiders
 from fxpipe.packed import LayoutRead, LayoutReads
+from fxpipe.prefix import Suffix
 from fxpipe.readings import LeakError
 from fxpipe.replaced import same_parameters, write_back
-from fxpipe.scout import scout
+from fxpipe.scout import scout, unscouted
 from fxpipe.state import named_state
 from fxpipe.torch_autograd import Toggles
 from fxpipe.torch_internals import DataDependentError, quiet_failure
@@ -70,6 +71,7 @@ class WithLoss(nn.Module):
         self.reader = reader
         self.real: Mapping[int, Tensor] | None = None
         self.moved = Moved()
+        self.unseen: Exception | None = None
         self.layout, self.outsiders, self.toggles = LayoutReads(), Outsiders(), Toggles()
         self.untraced = [tensor for _, tensor in named_state(model)]
 
@@ -97,6 +99,7 @@ class WithLoss(nn.Module):
         with ExitStack() as stack:
             for context in (same_parameters(self.model), faithful(self.model, self.moved), *modes):
                 stack.enter_context(context)
+            stack.enter_context(unscouted(self.model, self.unseen))
             values = self.reader(self.model(*args, **kwargs))
         write_back(self.model, before)
         return values
@@ -161,9 +164,10 @@ def _with_values(
 
 def _ahead(whole: WithLoss, tensors: Sequence[Tensor], held: Held) -> None:
     """Find most of what a trace will need at a fraction of its cost."""
+    whole.unseen = None
     whole.real = {number: tensors[number] for number in held or ()}
     with no_trace_left(whole.model):
-        scout(whole, tensors)
+        whole.unseen = scout(whole, tensors)
 
 
 def _attempt(
@@ -176,10 +180,11 @@ def _attempt(
         return _exported(whole, tensors, shapes)
 
 
-def export_symbolic(module: nn.Module, tensors: Sequence[Tensor]) -> ExportedProgram:
+def export_symbolic(module: Suffix, tensors: Sequence[Tensor]) -> ExportedProgram:
     """Export a module around a `model` with as many symbolic dimensions as it allows, and without
     any values."""
-    scout(module, tensors)
+    module.unseen = None
+    module.unseen = scout(module, tensors)
     failures: list[Exception] = []
     for policy in _POLICIES:
         try:

@@ -17,11 +17,18 @@ from fxpipe.python_chance import python_has_drawn, python_left_alone, python_wor
 from fxpipe.surroundings import Surroundings, content, slots, surroundings
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_patches import no_state_set, recorded
+from fxpipe.unseeded import noting_unseeded
 
 T = TypeVar("T")
 DRAWN = (
     "forward draws from random or numpy.random: a graph would repeat the first microbatch's number "
     "in every other. Draw it with torch, or outside of the model and pass it as an argument"
+)
+_UNSEEDED = (
+    "forward draws random numbers that nobody has seeded (os.urandom, secrets, uuid4, "
+    "SystemRandom, a new default_rng() or Random()) at {}: a graph would repeat the first "
+    "microbatch's in every other. Draw them with torch, or outside of the model and pass them as "
+    "an argument"
 )
 _NO_PLACES = (Tensor, nn.Module, type, FunctionType, MethodType, str, int, float)
 _DEPTH = 4  # how far below a module values are looked at: an object, its dict, a list in it
@@ -37,18 +44,25 @@ def faithful(model: nn.Module, moved: Moved) -> Iterator[None]:
     """Run a model's code inside, once, to trace it.
 
     moved: gets the attributes that hold another number after it. Raises ReadError where it draws
-    from Python's or NumPy's generator; these are left as they were.
+    from Python's or NumPy's generator, which are left as they were, or from the system.
     """
     before = python_words()
     numbers = _numbers(model)
     with python_left_alone(), libraries_as_untraced():
-        with recorded(), no_state_set():
+        with recorded(), no_state_set(), noting_unseeded() as unseeded:
             yield
         drawn = python_has_drawn(before)
     moved.clear()
     moved.update((k, v) for k, v in _numbers(model).items() if numbers.get(k) != v)
     if drawn:
         raise ReadError(DRAWN)
+    refuse_unseeded(unseeded)
+
+
+def refuse_unseeded(lines: list[str]) -> None:
+    """Raises ReadError if code has drawn anything that no seed decides."""
+    if lines:
+        raise ReadError(_UNSEEDED.format(lines[0]))
 
 
 def no_trace_left(model: nn.Module) -> AbstractContextManager[None]:

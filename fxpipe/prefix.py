@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
-from fxpipe.faithful import DRAWN
+from fxpipe.faithful import DRAWN, refuse_unseeded
 from fxpipe.frames import calling_frames, calling_line
 from fxpipe.inputs import rebuild
 from fxpipe.libraries import as_exported, libraries_as_untraced
@@ -25,11 +25,13 @@ from fxpipe.packed import LayoutReads
 from fxpipe.python_chance import python_has_drawn, python_left_alone, python_words
 from fxpipe.readings import LeakError, Read
 from fxpipe.replaced import same_parameters, write_back
+from fxpipe.scout import unscouted
 from fxpipe.torch_autograd import Toggles
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
 from fxpipe.torch_patches import no_seeding, recorded
 from fxpipe.trees import map_leaves, take_apart
+from fxpipe.unseeded import noting_unseeded
 from fxpipe.wanted import Reader
 
 _CHOICES = (Tensor.__bool__, Tensor.__float__, Tensor.item)
@@ -127,6 +129,7 @@ class Suffix(nn.Module):
         super().__init__()
         self.model = model
         self.hooks = hooks
+        self.unseen: Exception | None = None
         self.training = model.training
         self.boundary = boundary
         self.rebuild = rebuilt
@@ -146,15 +149,18 @@ class Suffix(nn.Module):
         )
         modes = border, libraries_as_untraced(), recorded(), self.layout, self.toggles
         quiet = python_left_alone(), no_seeding(), same_parameters(self.model)
+        kept = unscouted(self.model, self.unseen)
         self.toggles.begin(self.model.parameters())
         with ExitStack() as stack:
-            for context in (*quiet, *modes):
+            for context in (*quiet, *modes, kept):
                 stack.enter_context(context)
+            border.unseeded = stack.enter_context(noting_unseeded())
             try:
                 border.start()
                 values = self.reader(self.model(*args, **kwargs))
                 if border.crossed and python_has_drawn(border.chance):
                     raise CaptureError(DRAWN)
+                refuse_unseeded(border.unseeded)
             finally:
                 border.prefix.close()
                 hook.remove()
@@ -174,6 +180,7 @@ class _Border(TorchFunctionMode):
         self.prefix = ExitStack()
         self.crossed = False
         self.chance = python_words()
+        self.unseeded: list[str] = []
         self._suffix = suffix
         self._crossing = crossing
         # Real tensor -> its stand-in, or None for one that the prefix has made for itself.
@@ -199,6 +206,7 @@ class _Border(TorchFunctionMode):
         self.prefix.close()
         self.crossed = True
         self.chance = python_words()
+        self.unseeded.clear()
         self._suffix.hooks.clear()
         self._suffix.layout.begin(_state(self._suffix.model).values())
         leaves, tree = take_apart((args, kwargs))

@@ -1,12 +1,13 @@
 """What forward remembers from one microbatch to the next, outside of buffers.
 
-    leaves_anything(scouted) -> whether check_forgetful(scouted) is needed
+    may_differ(scouted) -> whether check_forgetful(scouted) is needed
 
 A graph has no memory. What one run of forward leaves in attributes, containers, objects, closures,
 globals or a generator of its own, and the next one reads, would for good be what the trace has
-found. So forward is run on tensors without numbers; where that leaves anything, it is run again.
-Caches are filled then: it must come to its results as before, read nothing that depends on the
-first microbatch, and change nothing more.
+found; and so would what it reads of a clock. So forward is run on tensors without numbers; where
+that leaves anything, or code mentions a clock, it is run again. Caches are filled then: it must
+come to its results as before, read nothing that depends on the first microbatch, and change nothing
+more.
 """
 
 import functools
@@ -24,19 +25,26 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.derivations import Derivations
-from fxpipe.errors import RememberedError
+from fxpipe.errors import ReadError, RememberedError
 from fxpipe.frames import calling_line
 from fxpipe.surroundings import LARGE, content, is_library, slots, surroundings, vars_of
 from fxpipe.torch_internals import MODULE_TABLES
 from fxpipe.trees import SIMPLE, take_apart
+from fxpipe.unseeded import CLOCKS, at_another_time, is_clock
 
 _DEPTH = 4  # how far below a module, a global or a cell values are looked at
 _VALUES = (*SIMPLE, Tensor)
 _CALLED = (FunctionType, MethodType, functools.partial)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
-_INSTEAD = (
+INSTEAD = (
     "A graph would hold what the trace has found: keep it outside of the model and pass it as an "
-    "argument, or keep it in a buffer"
+    "argument, or keep it in a buffer (a counter, too); put what is for logs alone under `if not "
+    "torch.compiler.is_exporting():`, and a pipeline leaves it out"
+)
+_UNLIKE = (
+    "forward does other than in a run on the same input a moment before: it uses a clock, or what "
+    "else differs each time. A graph would repeat what it was for the first microbatch: pass it as "
+    "an argument"
 )
 Taken = dict[str, object]  # by place: a plain value, the state of a generator, or a tensor
 
@@ -51,17 +59,19 @@ class Scouted(NamedTuple):
     run: Callable[[tuple[Tensor, ...]], object]
 
 
-def leaves_anything(scouted: Scouted) -> bool:
-    """Run forward once, and say whether anything is elsewhere than before."""
+def may_differ(scouted: Scouted) -> bool:
+    """Run forward once, and say whether anything is elsewhere than before, or may be read of a
+    clock."""
     places = Places(scouted.model)
     with places.put_back():
         before = places.taken()
         scouted.run(scouted.make())
-        return bool(differing(before, places.taken()))
+        return places.near_a_clock() or bool(differing(before, places.taken()))
 
 
 def check_forgetful(scouted: Scouted) -> None:
-    """Run forward twice. Raises RememberedError if one run differs from the next."""
+    """Run forward twice. Raises RememberedError if one run differs from the next by what is kept,
+    ReadError if it differs by what nothing keeps."""
     model, state, make, run = scouted
     places, derivations = Places(model), Derivations(state)
     with places.put_back():
@@ -72,13 +82,15 @@ def check_forgetful(scouted: Scouted) -> None:
         known = set(map(id, (*_tensors(before), *state.values())))
         kept = (t for t in _tensors(left) if derivations.depends(t) and id(t) not in known)
         again = first
-        with Reading(kept), suppress(IndexError, KeyError, StopIteration):
+        with Reading(kept), suppress(IndexError, KeyError, StopIteration), at_another_time():
             again = derivations.of(run, make())
         found = differing(left, places.taken(), tensors=False)
     if found:
-        raise RememberedError(f"{found[0]} changes with every forward. {_INSTEAD}")
+        raise RememberedError(f"{found[0]} changes with every forward. {INSTEAD}")
+    if again != first and moved:
+        raise RememberedError(f"{moved[0]} is set by forward, which then differs. {INSTEAD}")
     if again != first:
-        raise RememberedError(f"{moved[0]} is set by forward, which then differs. {_INSTEAD}")
+        raise ReadError(f"at {derivations.parting or 'its end'}, {_UNLIKE}")
 
 
 def _tensors(taken: Taken) -> Iterator[Tensor]:
@@ -114,6 +126,11 @@ class Places:
         for name, value, depth in self._roots():
             _take(name, value, depth, found, seen)
         return found
+
+    def near_a_clock(self) -> bool:
+        """Whether code mentions a clock, under whatever name."""
+        mentioned = not CLOCKS.isdisjoint(self._around.mentioned)
+        return mentioned or any(is_clock(slot.get()) for slot in slots(self._around))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -238,6 +255,6 @@ class Reading(TorchFunctionMode):
         if any(id(value) in self._left for value in take_apart((args, kwargs))[0]):
             raise RememberedError(
                 f"{calling_line()} reads a tensor that forward has made and kept in the microbatch "
-                f"before. {_INSTEAD}"
+                f"before. {INSTEAD}"
             )
         return func(*args, **(kwargs or {}))

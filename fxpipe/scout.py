@@ -6,7 +6,8 @@ Tracing stops at the first value that it lacks, and starts anew. A run like this
 and takes a tenth of the time, as no size is a symbol.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from fxpipe.concrete import NeedsValuesError
 from fxpipe.errors import ReadError, RememberedError
 from fxpipe.faithful import nothing_put_away
 from fxpipe.readings import LeakError
-from fxpipe.remembered import Scouted, check_forgetful, leaves_anything
+from fxpipe.remembered import INSTEAD, Places, Scouted, check_forgetful, differing, may_differ
 from fxpipe.state import named_state
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.torch_modes import export_mode, fake_like, run_as_exported
@@ -26,17 +27,33 @@ T = TypeVar("T")
 DECISIVE = (NeedsValuesError, DataDependentError, ReadError, LeakError, RememberedError)
 
 
-def scout(whole: nn.Module, tensors: Sequence[Tensor]) -> None:
+def scout(whole: nn.Module, tensors: Sequence[Tensor]) -> Exception | None:
     """Run a module around a `model` without a trace of it. Raises what `DECISIVE` says where a
-    trace would stop at a value, or if forward remembers; whatever else goes wrong, the trace will
-    tell."""
+    trace would stop at a value, or if forward remembers. Whatever else goes wrong is returned: the
+    trace will tell, and is then to run as `unscouted`."""
     try:
-        if _run(whole, tensors, leaves_anything):
+        if _run(whole, tensors, may_differ):
             _run(whole, tensors, check_forgetful)
     except DECISIVE:
         raise
-    except Exception:
-        return
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def unscouted(model: nn.Module, failure: Exception | None) -> Iterator[None]:
+    """A run that is traced. Raises RememberedError if it leaves anything behind, where the run
+    ahead of it, which tells whether the next microbatch reads that, has failed."""
+    places = None if failure is None else Places(model)
+    before = places.taken() if places else {}
+    yield
+    moved = differing(before, places.taken()) if places else []
+    if moved:
+        raise RememberedError(
+            f"{moved[0]} is set by forward, and whether the next microbatch reads it cannot be "
+            f"told, as a run without numbers fails: {type(failure).__name__}: {failure}. {INSTEAD}"
+        )
 
 
 def _run(whole: nn.Module, tensors: Sequence[Tensor], check: Callable[[Scouted], T]) -> T:

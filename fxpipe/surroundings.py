@@ -30,12 +30,14 @@ LARGE = 256  # a container outside of the modules that holds more is a cache
 @dataclass(frozen=True)
 class Surroundings:
     """spaces: the names that code reads in each namespace; classes: those of the model's modules,
-    and of other objects; cells: what functions enclose; defaults: those of their parameters."""
+    and of other objects; cells: what functions enclose; defaults: those of their parameters;
+    mentioned: all names in code, wherever they lead."""
 
     spaces: dict[int, tuple[Space, dict[str, None]]] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
     cells: dict[int, CellType] = field(default_factory=dict)
     defaults: list[object] = field(default_factory=list)
+    mentioned: dict[str, None] = field(default_factory=dict)
 
     def named(self) -> Iterator[tuple[Space, tuple[str, ...]]]:
         """Every namespace with the names that count in it."""
@@ -91,6 +93,7 @@ class _Search:
         """Look for the names that are new in every class."""
         new = [name for name in self.fresh if name not in self.names]
         self.names |= self.fresh
+        self.found.mentioned.update(self.fresh)
         self.fresh = {}
         self.pending += [v for cls in self.found.classes for v in _noted(cls, new, self.found)]
 

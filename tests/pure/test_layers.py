@@ -59,6 +59,7 @@ CAPTURE = (
     "torch_functions",
     "torch_modes",
     "frames",
+    "unseeded",
     "messages",
     "trees",
     "packed",
