@@ -16,7 +16,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def check_forgetful(scouted: Scouted) -> None:
         known = set(map(id, (*_tensors(before), *state.values())))
         kept = (t for t in _tensors(left) if derivations.depends(t) and id(t) not in known)
         again = first
-        with Reading(kept), suppress(IndexError, KeyError, StopIteration), at_another_time():
+        with Reading(kept), suppress(IndexError, KeyError, StopIteration), places.later():
             again = derivations.of(run, make())
         found = differing(left, places.taken(), tensors=False)
     if found:
@@ -131,6 +131,10 @@ class Places:
         """Whether code mentions a clock, under whatever name."""
         mentioned = not CLOCKS.isdisjoint(self._around.mentioned)
         return mentioned or any(is_clock(slot.get()) for slot in slots(self._around))
+
+    def later(self) -> AbstractContextManager[None]:
+        """Inside, code reads other clocks."""
+        return at_another_time(slots(self._around))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fxpipe.frames import is_model_code, is_torch_code
+from fxpipe.surroundings import Slot
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
-CLOCKS = frozenset((*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "now", "utcnow", "today"))
+_FUNCTIONS = {getattr(time, clock + unit) for clock in _CLOCKS for unit in ("", "_ns")}
+CLOCKS = frozenset((*(clock.__name__ for clock in _FUNCTIONS), "now", "utcnow", "today"))
 _SECONDS = 40 * 86400 + 7 * 3600 + 11 * 60 + 23  # another day, weekday, hour, minute and second
 
 
@@ -56,24 +58,30 @@ def noting_unseeded() -> Iterator[list[str]]:
 
 def is_clock(value: object) -> bool:
     """Whether a value is a function that tells the time."""
-    return value is not None and any(value is getattr(time, name, None) for name in CLOCKS)
+    return any(value is function for function in _FUNCTIONS)
 
 
 @contextmanager
-def at_another_time() -> Iterator[None]:
-    """Inside, clocks that this thread asks by their module are another day, hour and second."""
+def at_another_time(slots: Iterable[Slot]) -> Iterator[None]:
+    """Inside, clocks that this thread asks by their module, or finds in one of these places, are
+    another day, hour and second."""
     mine = threading.get_ident()
 
     def shifted(original: Callable[[], Any], by: int) -> Callable[[], Any]:
         return lambda: original() + (by if threading.get_ident() == mine else 0)
 
-    new = [
-        (time, name, shifted(getattr(time, name), by))
-        for clock in _CLOCKS
-        for name, by in ((clock, _SECONDS), (f"{clock}_ns", _SECONDS * 10**9))
-    ]
-    with _instead(new):
-        yield
+    units = [(name, _SECONDS) for name in _CLOCKS]
+    units += [(f"{name}_ns", _SECONDS * 10**9) for name in _CLOCKS]
+    others = {getattr(time, name): shifted(getattr(time, name), by) for name, by in units}
+    held = [(slot, slot.get()) for slot in slots if is_clock(slot.get())]
+    with _instead([(time, name, others[getattr(time, name)]) for name, _ in units]):
+        for slot, clock in held:
+            slot.put(others[clock])
+        try:
+            yield
+        finally:
+            for slot, clock in held:
+                slot.put(clock)
 
 
 def _asking() -> str | None:

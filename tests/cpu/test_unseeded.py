@@ -64,7 +64,7 @@ def test_chance_that_nobody_seeds(draw: Callable[[], float]) -> None:
     [
         lambda: time.time() // 3600 % 24,
         lambda: int(time.perf_counter()) % 2,
-        lambda: clock_of_another_name() % 7,
+        lambda: clock_of_another_name() // 10**9 % 3600,
         lambda: datetime.now().microsecond,
     ],
 )
