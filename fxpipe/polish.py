@@ -87,7 +87,9 @@ class _State:
         times = self.time(rows, self.heads(changed), limit)
         if times is None or times.cost > limit:
             return False
-        self.rows, self.times, self.place = rows, times, _places(rows)
+        self.rows, self.times = rows, times
+        for rank, row in changed.items():
+            self.place.update((op, (rank, at)) for at, op in enumerate(row))
         return True
 
     def heads(self, changed: Mapping[int, Sequence[int]]) -> list[int]:
@@ -139,7 +141,7 @@ class _State:
 
     def shift(self) -> dict[int, list[int]]:
         """The row in which an op of a critical block has moved, by rank."""
-        blocks = [block for block in self.critical() if block.last > block.first]
+        blocks = self.critical()
         if not blocks:
             return {}
         chance = self.chance
@@ -183,26 +185,34 @@ class _State:
         return {source: [op for op in self.rows[source] if op not in unit], target: row}
 
     def critical(self) -> list[_Block]:
-        """The blocks of a critical path, from its end."""
+        """The blocks of several ops of a critical path, from its end."""
         starts, ends, free = self.times
-        place = self.place
+        place, reads = self.place, self.problem.reads
         latest = [rank for rank, end in enumerate(free) if end >= max(free) - _TINY]
-        rank = self.chance.choice(latest)
-        at = len(self.rows[rank]) - 1
-        blocks = [_Block(rank, at, at)]
+        rank = latest[self.below(len(latest))]
+        row = self.rows[rank]
+        at = last = len(row) - 1
+        blocks = []
         while True:
-            op = self.rows[rank][at]
-            tight = [place[v] for v in self.problem.reads[op] if ends[v] >= starts[op] - _TINY]
-            if at and ends[self.rows[rank][at - 1]] >= starts[op] - _TINY:
-                tight.append((rank, at - 1))
-            if not tight:
-                return blocks
-            before = self.chance.choice(tight)
-            if before == (rank, at - 1):
-                blocks[-1] = blocks[-1]._replace(first=at - 1)
-            else:
-                blocks.append(_Block(*before, before[1]))
-            rank, at = before
+            since = starts[row[at]] - _TINY
+            tight = [value for value in reads[row[at]] if ends[value] >= since]
+            if at and ends[row[at - 1]] >= since:
+                tight.append(row[at - 1])
+            source, before = place[tight[self.below(len(tight))]] if tight else (ANY, ANY)
+            if source != rank or before != at - 1:
+                if at < last:
+                    blocks.append(_Block(rank, at, last))
+                if not tight:
+                    return blocks
+                rank, last, row = source, before, self.rows[source]
+            at = before
+
+    def below(self, count: int) -> int:
+        """A number below another one, by the chance that `Random.choice` would take."""
+        bits, draw = count.bit_length(), self.chance.getrandbits
+        while (number := draw(bits)) >= count:
+            pass
+        return number
 
 
 def _places(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:

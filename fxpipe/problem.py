@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from fxpipe.cut import Cut, Kind, Role, Stage
 from fxpipe.table import Op, Rows
@@ -58,6 +59,50 @@ class Problem:
     def pool(self) -> list[int]:
         """The number of each op's pool, or ANY."""
         return _numbers_of(self.pools, len(self.ops))
+
+    @cached_property
+    def after(self) -> list[int]:
+        """The next op of each op's queue, or ANY."""
+        found = [ANY] * len(self.ops)
+        for queue in self.queues:
+            for op, following in pairwise(queue):
+                found[op] = following
+        return found
+
+    @cached_property
+    def mates(self) -> list[list[int]]:
+        """The ops of each op's group, where it takes room for all of them."""
+        of: dict[int, list[int]] = {ANY: []}
+        for op, group in enumerate(self.group):
+            if group != ANY:
+                of.setdefault(group, []).append(op)
+        pairs = zip(self.opens, self.group, strict=True)
+        return [of[ANY if kind == ANY else group] for kind, group in pairs]
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int, int, int, int, float, list[int]]]:
+        """For each op `after`, `queue`, `unit`, `opens`, `closes`, `takes` and `mates`."""
+        return list(
+            zip(
+                self.after,
+                self.queue,
+                self.unit,
+                self.opens,
+                self.closes,
+                self.takes,
+                self.mates,
+                strict=True,
+            )
+        )
+
+    @cached_property
+    def readers(self) -> list[tuple[float, list[tuple[int, int, int, int]]]]:
+        """For each op the delay of its value, and its readers: each with home, unit and queue."""
+        each = list(zip(range(len(self.ops)), self.home, self.unit, self.queue, strict=True))
+        return [
+            (delay, [each[reader] for reader in readers])
+            for delay, readers in zip(self.delay, self.read_by, strict=True)
+        ]
 
     @cached_property
     def needs(self) -> list[float]:

@@ -61,7 +61,10 @@ def search(
 
 
 class Side:
-    """The tries in one direction of time, and the best of them."""
+    """The tries in one direction of time, and the best of them.
+
+    A cell is a sort and a turn: before tilt and noise its ops are as urgent as one another.
+    """
 
     def __init__(
         self, cut: Cut, problem: Problem, backwards: bool, portfolio: Sequence[Policy]
@@ -69,12 +72,20 @@ class Side:
         self.problem = problem.reversed if backwards else problem
         self.backwards = backwards
         self.ranges = BACKWARDS if backwards else FORWARDS
-        self.sorts = [(cut.role(op.stage), op.kind) for op in problem.ops]
-        last = max((op.mb or 0 for op in problem.ops), default=0)
-        self.turns = [last - (op.mb or 0) if backwards else op.mb or 0 for op in problem.ops]
+        self.last = max((op.mb or 0 for op in problem.ops), default=0)
+        cells = [
+            (cut.role(op.stage), op.kind, self.last - (op.mb or 0) if backwards else op.mb or 0)
+            for op in problem.ops
+        ]
+        number = {cell: at for at, cell in enumerate(dict.fromkeys(cells))}
+        self.cells = [((role, kind), turn) for role, kind, turn in number]
+        self.cell = [number[cell] for cell in cells]
+        self.lean = [max(0, home) for home in problem.home]
         self.unit = sum(problem.seconds) / max(1, len(problem.ops))
         self.untried = list(portfolio)
         self.elite: list[tuple[float, Policy]] = []
+        # What is complete, by urgency, and the least limit that lets it be.
+        self.known: dict[tuple[float, ...], tuple[Listed, float]] = {}
         self.best: Listed | None = None
         self.policy = portfolio[0]
         self.end = math.inf
@@ -84,12 +95,22 @@ class Side:
         policy = self.next_policy(chance)
         full = len(self.elite) == _ELITE
         limit = self.elite[-1][0] if full else math.inf
-        listed = listing(self.problem, self.urgency(policy), limit)
+        listed = self.listed(policy, limit)
         if listed.complete and listed.end <= limit:
             self.elite = sorted([*self.elite, (listed.end, policy)], key=lambda x: x[0])[:_ELITE]
             if listed.end <= self.end:
                 self.best, self.policy, self.end = listed, policy, listed.end
         return listed.placed if self.elite else len(listed.starts)
+
+    def listed(self, policy: Policy, limit: float) -> Listed:
+        """What a policy comes to; many a variation changes only what no op is of."""
+        urgency = tuple(self.urgency(policy))
+        found, least = self.known.get(urgency, (None, math.inf))
+        if found is None or least > limit:
+            found = listing(self.problem, urgency, limit)
+            if found.complete:
+                self.known[urgency] = found, found.least(self.problem)
+        return found
 
     def next_policy(self, chance: Random) -> Policy:
         """One of the portfolio, then one near one of the best, or a new one."""
@@ -102,24 +123,19 @@ class Side:
     def urgency(self, policy: Policy) -> list[float]:
         """Seconds for each op."""
         ranks, scale = self.problem.ranks, self.unit * policy.patience
-        weights = self.weights(policy)
+        phases = self.weights(policy)
         group = ranks if policy.grouped else 1
-        last = max(self.turns, default=0)
-        drifts = [policy.drift * (turn - turn % group) for turn in range(last + 1)]
-        phases = [
-            0 if turn < ranks else 2 if turn > last - ranks else 1 for turn in range(last + 1)
-        ]
-        found = [
-            scale * (weights[phases[turn]][sort] + drifts[turn])
-            for sort, turn in zip(self.sorts, self.turns, strict=True)
-        ]
+        of_cell = []
+        for sort, turn in self.cells:
+            weights = phases[0 if turn < ranks else 2 if turn > self.last - ranks else 1]
+            of_cell.append(scale * (weights[sort] + policy.drift * (turn - turn % group)))
+        found = [of_cell[cell] for cell in self.cell]
         if policy.tilt:
-            tilt = scale * policy.tilt
-            pairs = zip(found, self.problem.home, strict=True)
-            found = [x + tilt * max(0, home) for x, home in pairs]
+            tilts = [scale * policy.tilt * rank for rank in range(ranks)]
+            found = [x + tilts[rank] for x, rank in zip(found, self.lean, strict=True)]
         if policy.noise:
-            chance, noise = Random(policy.seed), scale * policy.noise
-            found = [x + noise * chance.random() for x in found]
+            noise, number = scale * policy.noise, Random(policy.seed).random
+            found = [x + noise * number() for x in found]
         return found
 
     def weights(self, policy: Policy) -> list[dict[Sort, float]]:
