@@ -6,6 +6,7 @@
     wait(handle) -> tensors                 each in memory of its own, contiguous
     reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
     agree(data) -> data                     uint8; rank 0's, on every rank
+    alike(number) -> bool                   whether all ranks have the same, of 48 bits
     expect(sizes) -> handle                 before the first op: get ready for the last exchange
     share(handle, numbers) -> numbers       float64; all ranks', one after the other
     collect(tensors, to) -> tensors         by key; all ranks', on one rank or on all
@@ -58,6 +59,10 @@ class Transport(Protocol):
 
     def agree(self, data: Tensor) -> Tensor:
         """What rank 0 has; every rank calls it, with as many bytes."""
+        ...
+
+    def alike(self, number: int) -> bool:
+        """Whether every rank has the same number; every rank calls it."""
         ...
 
     def expect(self, sizes: Sequence[int]) -> Any:

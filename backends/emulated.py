@@ -103,6 +103,10 @@ class Links:
         """What rank 0 has."""
         return self._inner.agree(data)
 
+    def alike(self, number: int) -> bool:
+        """Whether every rank has the same number."""
+        return self._inner.alike(number)
+
     def expect(self, sizes: Sequence[int]) -> Any:
         """Get ready for the last exchange."""
         return self._inner.expect(sizes)

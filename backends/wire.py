@@ -135,6 +135,16 @@ class Wire:
             raise LostError(f"rank 0 did not reach every rank ({error})") from error
         return found.cpu()
 
+    def alike(self, number: int) -> bool:
+        """By the greatest and the least that any rank has."""
+        ends = torch.tensor([number, -number], device=self._device)
+        try:
+            dist.all_reduce(ends, dist.ReduceOp.MAX, self._groups[tuple(range(self._size))])
+        except RuntimeError as error:
+            raise LostError(f"a rank has not begun the step ({error})") from error
+        most, least = ends.tolist()
+        return bool(most == -least)
+
     def expect(self, sizes: Sequence[int]) -> Expected:
         """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
         if self._device.type != "cpu" or self._rank != len(sizes) - 1:

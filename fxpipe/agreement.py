@@ -1,7 +1,8 @@
 """What must be the same in every process, compared: the batch, and weights that several ranks hold.
 
 A step that begins with other weights on another rank (a seed that was forgotten), or with another
-batch (a sampler that gives each process its own part), would run, and train nonsense.
+batch (a sampler that gives each process its own part), would run, and train nonsense; with another
+number of microbatches, ranks would wait for each other.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ from fxpipe.backends.base import exchanged
 from fxpipe.copies import Names
 from fxpipe.errors import BatchError
 from fxpipe.trees import take_apart
+
+_SAMPLE = 4096  # elements of each tensor of a batch that are compared in a step
 
 
 def check_weights(backend: Backend, held: Names, state: Mapping[str, Tensor]) -> None:
@@ -37,21 +40,44 @@ def check_weights(backend: Backend, held: Names, state: Mapping[str, Tensor]) ->
             )
 
 
-def check_batch(backend: Backend, parts: Sequence[Any]) -> None:
-    """Raises BatchError, on every rank, if ranks were given different batches."""
-    found = exchanged(backend, [_digest(part) for part in parts] or [0])
-    for rank, digests in enumerate(found):
-        if len(digests) != len(found[0]):
+def check_call(
+    backend: Backend, parts: Sequence[Any], purpose: Any, given: Mapping[str, Any]
+) -> None:
+    """Raises BatchError, on every rank, if ranks were called with different batches, for different
+    purposes, or with other arguments. Where all is alike, it takes one exchange of two numbers."""
+    digests = [_digest(purpose), *map(_digest, given.values()), *map(_digest, parts)]
+    whole = _short(repr(digests).encode())
+    if all(backend.run(lambda rank, transport: transport.alike(whole)).values()):
+        return
+    found = exchanged(backend, digests)
+    first, skip = found[0], 1 + len(given)
+    for rank, theirs in enumerate(found):
+        if theirs[0] != first[0]:
             raise BatchError(
-                f"rank {rank} was given {len(digests)} microbatches and rank 0 {len(found[0])}; "
-                "every rank of a pipeline takes the same batch"
+                f"rank {rank} does not do what rank 0 does: every rank of a pipeline calls step, "
+                "or evaluate for the same outputs, with the model in the same mode, train or eval"
             )
-        at = next((i for i, d in enumerate(digests) if d != found[0][i]), None)
-        if at is not None:
-            raise BatchError(
-                f"microbatch {at} on rank {rank} is not that on rank 0; every rank of a pipeline "
-                "takes the same batch: a sampler must give its ranks the same samples"
-            )
+        for name, own, others in zip(given, theirs[1:skip], first[1:skip], strict=True):
+            if own != others:
+                raise BatchError(
+                    f"rank {rank} was called with another {name}= than rank 0; every rank of a "
+                    "pipeline makes the same call"
+                )
+        _check_batches(rank, theirs[skip:], first[skip:])
+
+
+def _check_batches(rank: int, theirs: Sequence[int], first: Sequence[int]) -> None:
+    if len(theirs) != len(first):
+        raise BatchError(
+            f"rank {rank} was given {len(theirs)} microbatches and rank 0 {len(first)}; "
+            "every rank of a pipeline takes the same batch"
+        )
+    at = next((i for i, d in enumerate(theirs) if d != first[i]), None)
+    if at is not None:
+        raise BatchError(
+            f"microbatch {at} on rank {rank} is not that on rank 0; every rank of a pipeline "
+            "takes the same batch: a sampler must give its ranks the same samples"
+        )
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -64,16 +90,32 @@ def fingerprint(tensor: Tensor) -> int:
     return int(torch.hash_tensor(plain).view(torch.int64))
 
 
-def _digest(part: Any) -> int:
-    leaves, tree = take_apart(part)
-    text = str([*tree.paths(), *map(_text, leaves)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+def _digest(value: Any) -> int:
+    """A number that is the same in every process for the same value, in any order of its keys."""
+    leaves, tree = take_apart(value)
+    parts = sorted(zip(tree.paths(), map(_content, leaves), strict=True))
+    return _short(b"".join(path.encode() + content for path, content in parts))
 
 
-def _text(leaf: object) -> str:
-    """A leaf in words that are the same in every process."""
+def _short(content: bytes) -> int:
+    """48 bits, which a float64 holds."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
+
+
+def _content(leaf: object) -> bytes:
+    """What a leaf is, in bytes that are the same in every process."""
     if isinstance(leaf, Tensor):
-        known = 0 if leaf.is_meta else fingerprint(leaf)
-        return f"{tuple(leaf.shape)} {leaf.dtype} {known}"
+        return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + _sample(leaf)
     plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
-    return repr(leaf) if plain else type(leaf).__qualname__
+    return (repr(leaf) if plain else type(leaf).__qualname__).encode()
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Up to so many elements, from all over the tensor, in their order: a batch of other samples,
+    or of the same ones in another order, differs in nearly all. (`fingerprint` would take as long
+    as the batch is large, in every step, and does not see an order.)"""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return b""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    few = flat[:: -(-len(flat) // _SAMPLE) or 1].contiguous()
+    return few.view(torch.uint8).cpu().numpy().tobytes()

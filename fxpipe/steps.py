@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.agreement import check_batch, check_weights
+from fxpipe.agreement import check_call, check_weights
 from fxpipe.backends import Backend
 from fxpipe.bind import Bound, Fit
 from fxpipe.costs import Costs
@@ -126,8 +126,9 @@ class Steps:
         emulated = self._backend.costs is not None
         if not emulated:
             _refuse_meta(self._variants.device)
-        if self._apart and self.last is None:
-            check_batch(self._backend, parts)
+        if self._apart:
+            given = {"weights": weights, "order": order, "seeds": seeds, "to": to}
+            check_call(self._backend, parts, self._variants.purpose, given)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         self._variants.refresh()

@@ -125,6 +125,11 @@ class Variants:
         return self.first.captured.loss_dtype
 
     @property
+    def purpose(self) -> tuple[object, ...]:
+        """What microbatches are for: gradients, or these outputs; and the model's mode."""
+        return "gradients" if self._forward is None else self._forward.outputs, self._model.training
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return next((tensor.device for _, tensor in named_state(self._model)), torch.device("cpu"))

@@ -103,3 +103,38 @@ def _apart(rank: int, ranks: int) -> None:
 
 def test_processes_that_differ_are_told(tmp_path: Path) -> None:
     processes(_apart, 2, tmp_path)
+
+
+def _later(rank: int, ranks: int) -> list[torch.Tensor]:
+    """Steps that are alike, and calls between them that are not: nothing hangs, nothing is lost."""
+    torch.manual_seed(0)
+    batch, other = _batch(0), _batch(1)
+    model = Tied().double()
+    pipe = fxpipe.compile(model, batch[0], ranks=ranks)
+    found = [pipe.step(batch).losses, pipe.step(batch[:1]).losses, pipe.evaluate(batch).losses]
+    with pytest.raises(BatchError, match=r"rank 1 was given 2 microbatches and rank 0 1"):
+        pipe.step(batch[: 1 + rank])
+    with pytest.raises(BatchError, match=r"microbatch 1 on rank 1 is not that on rank 0"):
+        pipe.step([batch[0], (batch, other)[rank][1]])
+    rows = torch.tensor([[0, 1], [1, 0]][rank])  # the same samples in another order
+    with pytest.raises(BatchError, match=r"microbatch 0 on rank 1 is not that on rank 0"):
+        pipe.step([{"x": mb["x"][rows]} for mb in batch])
+    with pytest.raises(BatchError, match=r"microbatch 0 on rank 1 is not that on rank 0"):
+        pipe.evaluate([{"x": mb["x"][: 1 + rank]} for mb in batch])
+    with pytest.raises(BatchError, match=r"called with another weights= than rank 0"):
+        pipe.step(batch, weights=[0.5, 0.5 + rank])
+    with pytest.raises(BatchError, match=r"called with another order= than rank 0"):
+        pipe.step(batch, order=[[0, 1], [1, 0]][rank])
+    with pytest.raises(BatchError, match=r"rank 1 does not do what rank 0 does"):
+        pipe.step(batch) if rank else pipe.evaluate(batch)
+    with pytest.raises(BatchError, match=r"rank 1 does not do what rank 0 does"):
+        model.train(rank == 0)
+        pipe.step(batch)
+    model.train()
+    return [*found, pipe.step(batch).losses]
+
+
+def test_calls_that_differ_are_told_in_every_step(tmp_path: Path) -> None:
+    for losses in processes(_later, 2, tmp_path):
+        assert torch.equal(losses[-1], losses[0])
+        assert torch.equal(losses[1], losses[0][:1])
