@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.python_chance import PYTHON, python_state, set_python_state
 from fxpipe.torch_internals import unbacked_in
@@ -45,7 +46,8 @@ class Draw:
     placeholder: where the graph takes the state; apart: how much it draws depends on data, so it
     has a generator of its own, for whose seed it draws one number. On the device PYTHON, target is
     called with the tensors of the microbatch, and draws as the model's code does. Without a target
-    nothing is drawn: the state is for code whose operators come next.
+    nothing is drawn: the state is for code whose operators come next. followed: code that draws
+    alone with this state, and notes where it has left the generator.
     """
 
     placeholder: str
@@ -54,6 +56,10 @@ class Draw:
     kwargs: Mapping[str, Any]
     device: str
     apart: bool = False
+    followed: bool = False
+
+
+_ENDS: Any = WeakTensorKeyDictionary()  # state -> that in which what drew from it has ended
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -125,6 +131,7 @@ def drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        _ENDS[state] = state_of(device)
         set_state(before, device)
 
 
@@ -164,15 +171,19 @@ class Stream:
     """Eager's stream of random numbers in a step, walked as far as somebody asks.
 
     walks: by microbatch, in eager's order; device: what stands for the devices of the trace
-    seeds: with what eager would seed before each microbatch
+    seeds: with what eager would seed before each microbatch; alone: all is drawn in this process,
+    one after the other, so that what draws as much as its data says may draw from the stream
     """
 
     walks: Sequence[Walk]
     device: torch.device
     seeds: Sequence[int] | None = None
+    alone: bool = False
     _now: dict[str, Tensor] = field(default_factory=dict)
     _states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _done: int = 0
+    _at: int = 0  # how many draws of the next microbatch are done
+    _open: Tensor | None = None  # the state in which one of them begins, which is being drawn
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -195,7 +206,7 @@ class Stream:
 
     def state(self, mb: int, placeholder: str) -> Tensor:
         """The state in which eager would find the generator at this point of a microbatch."""
-        while self._done <= mb:
+        while self._done <= mb and (mb, placeholder) not in self._states:
             self._walk(self._done)
         return self._states[mb, placeholder]
 
@@ -214,20 +225,42 @@ class Stream:
         return self.device if kind == self.device.type else torch.device(kind)
 
     def _walk(self, mb: int) -> None:
-        walk, self._done = self.walks[mb], mb + 1
-        if self.seeds is not None:
+        """Go on in a microbatch: to its end, or to where only what is drawn tells how to go on."""
+        walk = self.walks[mb]
+        if self.seeds is not None and not self._at:
             devices = [(kind, self._on(kind)) for kind in self.kinds]
             self._now.update((k, _seeded_state(self.seeds[mb], d)) for k, d in devices if d)
         before = self.here()
         try:
             for kind, state in self._now.items():
                 set_state(state, self._on(kind))
-            for draw in walk.draws:
-                self._draw(mb, draw, walk)
+            while self._at < len(walk.draws):
+                if not self._step(mb, walk.draws[self._at], walk):
+                    break
+                self._at += 1
+            else:
+                self._done, self._at = mb + 1, 0
             self._now = self.here()
         finally:
             for kind, state in before.items():
                 set_state(state, self._on(kind))
+
+    def _step(self, mb: int, draw: Draw, walk: Walk) -> bool:
+        """Do one draw, and say whether to go on: code that is followed has the stream itself, and
+        must have drawn first. Where somebody asks before it has, both have streams of their own."""
+        device = self._on(draw.device)
+        if not (self.alone and draw.followed) or device is None:
+            self._draw(mb, draw, walk)
+        elif self._open is None:
+            self._open = self._states[mb, draw.placeholder] = state_of(device)
+            return False
+        else:
+            end, self._open = _ENDS.get(self._open), None
+            if end is None:
+                seed = int(torch.randint(2**62, (), device=device))
+                end = _seeded_state(seed, device)
+            set_state(end, device)
+        return True
 
     def _draw(self, mb: int, draw: Draw, walk: Walk) -> None:
         device, key = self._on(draw.device), (mb, draw.placeholder)

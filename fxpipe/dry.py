@@ -101,7 +101,7 @@ def with_own(
     dry, count = dry_run(prefix, leaves), len(prefix.draws)
     if dry is None or dry.drawn is None:
         return draws
-    begin = [replace(draw, target=None, apart=False) for draw in draws[:count]]
+    begin = [replace(draw, target=None, apart=False, followed=False) for draw in draws[:count]]
     return [*begin, *dry.drawn, *draws[count:]]
 
 

@@ -128,6 +128,7 @@ def _reasons(points: list[Point], live: Mapping[str, int], memory: float) -> Ite
     held = [f"{units} of {region}" for region, units in least.units.items()]
     held += [f"{least.bytes:.6g} bytes" for _ in range(least.bytes > 0)]
     yield f"of all that were tried {least.name} holds least: {', '.join(held)}"
+    yield "allow as much, or take more ranks, smaller microbatches, or recompute="
 
 
 def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:

@@ -146,7 +146,7 @@ class Pipe:
         options: chunks, owners, sharded, recompute, live, memory_budget, costs, as `compile` takes
         them. What is traced is not traced again, so that schedules can be compared quickly.
         """
-        how = scheduler(schedule, Options(**options))
+        how = scheduler(schedule, Options.of(options))
         ranks = how.ranks if ranks is None else ranks
         same = backend is None and ranks in (None, self.backend.ranks)
         costs = options.get("costs") or self.backend.costs

@@ -201,7 +201,9 @@ def _drawing(graph: fx.Graph, prefix: Prefix, mode: Any) -> dict[fx.Node, Draw]:
         node = graph.placeholder(f"chance_{kind}")
         state = python_state() if kind == PYTHON else state_of(torch.device(kind))
         node.meta = {"val": fake_like(mode, state)}
-        made[node] = Draw(node.name, partial(draw_as_python, prefix), (), {}, kind, kind != PYTHON)
+        draw, own = partial(draw_as_python, prefix), kind != PYTHON
+        followed = own and len({*prefix.draws} - {PYTHON}) == 1
+        made[node] = Draw(node.name, draw, (), {}, kind, own, followed)
     return made
 
 

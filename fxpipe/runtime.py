@@ -155,7 +155,8 @@ def run_step(
     """
     order, report = order or tuple(range(len(batch))), next(iter(programs.values())).report
     changes = Changes(report.table, batch, order, state or {})
-    stream = stream_of(batch, order, held(report.table, programs), seeds)
+    alone = len(report.table.rows) == 1
+    stream = stream_of(batch, order, held(report.table, programs), seeds, alone)
     sizes = [size + changes.words(rank) for rank, size in enumerate(report.sizes)]
 
     def body(rank: int, transport: Transport) -> Brought:

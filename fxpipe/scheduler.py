@@ -7,9 +7,10 @@ scheduler("ranks 2 ...")            a given table: a Table, its text, or the pat
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fxpipe import passes
 from fxpipe.choices import Option
@@ -50,6 +51,16 @@ class Options:
     live: Mapping[str, int] | None = None
     memory_budget: float | None = None
     costs: Costs | Device | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """Options by their names. Raises ScheduleError for a name that is none."""
+        names = [field.name for field in fields(cls)]
+        for name in given.keys() - {*names}:
+            near = get_close_matches(name, names, 1)
+            instead = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}"
+            raise ScheduleError(f"a schedule has no option {name}; {instead}")
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name in ("sharded", "recompute"):

@@ -14,17 +14,22 @@ def held(table: Table, ranks: Collection[int]) -> tuple[str, ...]:
 
 
 def stream_of(
-    batch: Sequence[Bound], order: Sequence[int], stages: Sequence[str], seeds: Sequence[int] | None
+    batch: Sequence[Bound],
+    order: Sequence[int],
+    stages: Sequence[str],
+    seeds: Sequence[int] | None,
+    alone: bool = False,
 ) -> Stream:
     """The stream of a step; every microbatch will ask it for states.
 
-    order: eager's number of each microbatch; stages: those of this process
+    order: eager's number of each microbatch; stages: those of this process; alone: there is no
+    other rank
     """
     walks: dict[int, Walk] = {}
     device = batch[0].weight.device
     for mb in batch:
         walks[order[mb.index]] = Walk(mb.draws, mb.size, mb.fields(stages), mb.tensors)
-    stream = Stream([walks[place] for place in range(len(batch))], device, seeds)
+    stream = Stream([walks[place] for place in range(len(batch))], device, seeds, alone)
     for mb in batch:
         mb.chance = partial(stream.state, order[mb.index])
     return stream

@@ -49,7 +49,7 @@ class Peak(NamedTuple):
     forward_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """Spans, the counted peaks where the step was a real one, and the costs where they are known.
 
@@ -60,6 +60,12 @@ class Timeline:
     spans: tuple[Span, ...]
     peaks: tuple[Peak, ...] = ()
     costs: Costs | None = None
+
+    def __repr__(self) -> str:
+        ranks = sorted({span.rank for span in self.spans})
+        rows = [f"rank {r}: busy {self.busy(r):.6g} s, bubble {self.bubble(r):.1%}" for r in ranks]
+        head = f"timeline of {len(self.compute)} ops in {self.makespan:.6g} s"
+        return "\n".join([head, *rows])
 
     @cached_property
     def compute(self) -> tuple[Span, ...]:

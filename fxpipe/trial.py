@@ -80,7 +80,7 @@ def _states(
 
     names = [draw.placeholder for draw in suffix.draws]
     torches = [draw for draw in draws if draw.device != PYTHON]
-    stream = Stream([Walk(torches, size, set(names))], inputs[0].device, None, dict(before))
+    stream = Stream([Walk(torches, size, set(names))], inputs[0].device, _now=dict(before))
     return [stream.state(0, name) for name in names]
 
 

@@ -239,6 +239,10 @@ def test_levels_before_anything_is_traced() -> None:
         print(pipe.table)
     with pytest.raises(errors.FxpipeError, match=r"first step\(\)"):
         print(pipe.timeline)
+    with pytest.raises(errors.ScheduleError, match=r"no option chunk; did you mean chunks\?"):
+        pipe.reschedule("1f1b", chunk=2)
+    with pytest.raises(errors.ScheduleError, match=r"no option x; expected one of chunks, owners,"):
+        pipe.reschedule("1f1b", x=2)
 
 
 def test_a_failing_op_leaves_no_gradient() -> None:

@@ -69,6 +69,12 @@ def spans(text: str, costs: Costs) -> dict[str, tuple[float, float]]:
     return {str(span.op): (span.start, span.end) for span in timeline.spans}
 
 
+def test_a_timeline_prints_what_each_rank_does() -> None:
+    assert str(simulate(TABLE)) == (
+        "timeline of 5 ops in 5 s\nrank 0: busy 3 s, bubble 40.0%\nrank 1: busy 3 s, bubble 40.0%"
+    )
+
+
 def test_values_queue_at_a_link_and_a_late_post_delays_a_transfer() -> None:
     """Bytes follow bytes; latencies overlap; the two directions are links of their own."""
     found = spans(GPIPE, SLOW)
