@@ -116,7 +116,8 @@ def _check_buffers(
     if others:
         raise BatchError(
             f"{others[0]} is changed by forward for this microbatch, and was not for the one that "
-            "was traced: give fxpipe.compile an example that changes it"
+            "was traced: give fxpipe.compile an example that changes it. (A parameter keeps what "
+            "was written: load it again before the next step)"
         )
     for name, old in before.items():
         new = after.get(name)

@@ -29,7 +29,7 @@ from fxpipe.scout import unscouted
 from fxpipe.torch_autograd import Toggles
 from fxpipe.torch_internals import is_fake
 from fxpipe.torch_modes import without_function_modes, without_tracing
-from fxpipe.torch_patches import no_seeding, recorded
+from fxpipe.torch_patches import checkpoints_as_calls, no_seeding, recorded
 from fxpipe.trees import map_leaves, take_apart
 from fxpipe.unseeded import noting_unseeded
 from fxpipe.wanted import Reader
@@ -88,7 +88,8 @@ def run_until(
     state: Mapping[str, Tensor] | None = None,
 ) -> Reached:
     """The arguments of the first call of a module. The model sees that it is exported, as it does
-    in the trace of what follows. state: by name, other tensors for parameters and buffers."""
+    in the trace of what follows, and a reentrant checkpoint, whose backward pays for all, is a call
+    of its function. state: by name, other tensors for parameters and buffers."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flags = any(isinstance(value, bool) for _, value in choices.found)
@@ -99,7 +100,7 @@ def run_until(
         stop, with_kwargs=True, prepend=True
     )
     try:
-        with as_exported(), choices:
+        with as_exported(), checkpoints_as_calls(), choices:
             torch.func.functional_call(model, dict(state or {}), args, kwargs)
     except _ReachedError as reached:
         return reached.found

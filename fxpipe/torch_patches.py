@@ -141,11 +141,16 @@ def checkpoints_as_calls() -> Iterator[None]:
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             return function(*args)
 
-    CheckpointFunction.apply = staticmethod(call)  # type: ignore[method-assign]
+    owner: Any = CheckpointFunction
+    before = vars(owner).get("apply")
+    owner.apply = staticmethod(call)
     try:
         yield
     finally:
-        del CheckpointFunction.apply
+        if before is None:
+            del owner.apply
+        else:
+            owner.apply = before
 
 
 class _Unseeded:
