@@ -150,7 +150,16 @@ def _read(function: FunctionType, names: Iterable[str], found: Surroundings) -> 
     found.defaults.extend(x for x in (function.__defaults__, function.__kwdefaults__) if x)
     contents += [*(function.__defaults__ or ()), *vars(function).values()]
     contents += _noted(function.__globals__, names, found)
+    contents += _imported(function, names)
     return [*contents, *_inside(contents, names, found)]
+
+
+def _imported(function: FunctionType, names: Iterable[str]) -> list[object]:
+    """The modules that a function may import while it runs; those of its package without it."""
+    package = (function.__globals__.get("__package__") or "").split(".")
+    above = [".".join(package[:depth]) + "." for depth in range(1, len(package) + 1)]
+    full = (before + name for name in names for before in ("", *above))
+    return [sys.modules[name] for name in full if name in sys.modules]
 
 
 def _inside(values: Iterable[object], names: Iterable[str], found: Surroundings) -> list[object]:

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +63,17 @@ class Rescaled(torch.autograd.Function):
         return gradient * Rescaled.scale
 
 
+IMPORTED = ModuleType(f"{__name__}_imported")
+IMPORTED.scale = 1.0  # type: ignore[attr-defined]
+sys.modules[IMPORTED.__name__] = IMPORTED
+
+
+def importing(x: Tensor) -> Tensor:
+    from tests.cpu.test_surroundings_imported import scale  # type: ignore
+
+    return x * scale  # type: ignore[no-any-return]
+
+
 def helper(x: Tensor) -> Tensor:
     return inner(x) * SCALE
 
@@ -106,7 +117,7 @@ class Model(Base):
     def forward(self, x: Tensor) -> Tensor:
         x = Rescaled.apply(Scaled.apply(x) * self.held.scale)  # type: ignore[no-untyped-call]
         x = self.act(self.scaled(x)) * self.sign * getattr(self, "more", 1.0)
-        x = CLOSED(helper(x)) * TABLE["scale"] * CONFIG.scale * Constants.scale
+        x = CLOSED(helper(importing(x))) * TABLE["scale"] * CONFIG.scale * Constants.scale
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
@@ -123,6 +134,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "global tensor": lambda m, patch: SHIFT.add_(1.0),
     "global dict": lambda m, patch: patch(TABLE, "scale", 2.0),
     "global namespace": lambda m, patch: patch(CONFIG, "scale", 2.0),
+    "module that is imported in a function": lambda m, patch: patch(IMPORTED, "scale", 2.0),
     "other class": lambda m, patch: patch(Constants, "scale", 2.0),
     "class of an object": lambda m, patch: patch(Options, "scale", 2.0),
     "class that is handed on": lambda m, patch: patch(Scaled, "times", 2.0),
