@@ -41,6 +41,8 @@ def nest(
     of a region as `windowed` finds worth while. effort: how long to look; 1 is usual.
     """
     limits = limits or Limits()
+    if limits == Limits() and all(stage.rank is not None for stage in cut.stages):
+        return base(microbatches)  # there is nothing to put in, and no limit to keep to
 
     def problem(limits: Limits, microbatches: int) -> Problem:
         given = {region: tuple(of)[:microbatches] for region, of in (owners or {}).items()}

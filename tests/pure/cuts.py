@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from fxpipe.cut import Cut, Kind, Layout, Region, Role, Seam, Stage
 from fxpipe.schedule import Plan, layout
 
+QUICK = 0.005  # effort: hardly any search, where any order will do
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -15,13 +15,11 @@ from fxpipe.skeletons import PATTERNS
 from fxpipe.table import Op, Table
 from fxpipe.timeline import Timeline
 from fxpipe.verify import verify
-from tests.pure.cuts import Shape, build, shapes
+from tests.pure.cuts import QUICK, Shape, build, shapes
 
 SCHEDULES = [f"{placement}/{base}" for placement in PLACEMENTS for base in PATTERNS]
 VISION = Shape(encoders=(True,))
 BOTH = Shape(encoders=(True,), generators=(True,))
-
-QUICK = 0.005  # effort: hardly any search
 
 schedules = st.sampled_from(SCHEDULES)
 ranks = st.integers(1, 8)
@@ -114,6 +112,15 @@ def test_what_a_table_holds_is_stated() -> None:
     base = simulate(base_alone(table))
     alone = [base.peak(["llm"], rank) for rank in range(4)]
     assert held["llm"] == alone == [7, 6, 5, 4], "1F1B and a wave of generator units"
+
+
+def test_without_units_there_is_only_the_base() -> None:
+    cut = build("nested/zb-h1", 4, Shape())
+    base = base_rows(cut, 8, "nested/zb-h1")
+    assert derive(cut, 8, "nested/zb-h1").rows == base
+    assert derive(cut, 8, "nested/zb-h1", live={"llm": 8}, effort=QUICK).rows == base
+    with pytest.raises(ScheduleError, match="allow more"):
+        derive(cut, 8, "nested/zb-h1", live={"llm": 1}, effort=QUICK)
 
 
 def test_limits_are_kept() -> None:

@@ -21,7 +21,7 @@ from fxpipe.schedule import derive
 from fxpipe.simulate import simulate
 from fxpipe.table import Op, Table, inputs
 from fxpipe.timeline import Peak, Span, Timeline
-from tests.pure.cuts import Shape, build, shapes
+from tests.pure.cuts import QUICK, Shape, build, shapes
 
 CHAIN = Shape()
 CUT = build("stage/1f1b", 2, CHAIN)
@@ -160,7 +160,7 @@ def test_the_bubble_of_1f1b_and_gpipe(ranks: int, mbs: int) -> None:
 def test_reductions_wait_for_all_their_ranks() -> None:
     cut = build("nested/1f1b", 2, Shape(encoders=(True,)))
     costs = Costs({**Costs.uniform(cut).seconds, ("enc0", Kind.R): 3.0})
-    timeline = simulate(passes.run(derive(cut, 3)), costs)
+    timeline = simulate(passes.run(derive(cut, 3, effort=QUICK)), costs)
     last = [span for span in timeline.compute if span.op.kind is Kind.R]
     assert len(last) == 2
     assert last[0].start == last[1].start == timeline.makespan - 3
@@ -173,7 +173,7 @@ def test_a_stuck_table_says_where_each_rank_is() -> None:
     ):
         simulate(Table.parse(str(CUT) + rows))
     cut = build("nested/1f1b", 2, Shape(encoders=(True,)))
-    text = str(passes.run(derive(cut, 2)))
+    text = str(passes.run(derive(cut, 2, effort=QUICK)))
     lone = Table.parse(text.removesuffix(" enc0.R"))
     with pytest.raises(TableError, match=re.escape("at enc0.R, which only ranks 0 have reached")):
         simulate(lone)
@@ -305,7 +305,7 @@ def test_every_time_is_that_of_the_equations(
 ) -> None:
     placement = data.draw(st.sampled_from(["stage/1f1b", "upfront/gpipe", "nested/1f1b"]))
     cut = build(placement, ranks, shape)
-    table = reduce(communicate(derive(cut, mbs, placement)))
+    table = reduce(communicate(derive(cut, mbs, placement, effort=QUICK)))
     amount = st.one_of(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=1, max_size=3))
     keys = [(stage.name, kind) for stage in cut.stages for kind in stage.kinds]
     costs = Costs(

@@ -11,7 +11,7 @@ from fxpipe.errors import TableError
 from fxpipe.passes import run
 from fxpipe.schedule import derive
 from fxpipe.table import Op, Table, inputs
-from tests.pure.cuts import Shape, build, shapes
+from tests.pure.cuts import QUICK, Shape, build, shapes
 
 names = st.text("abz09_+", min_size=1, max_size=8)
 
@@ -176,7 +176,7 @@ def test_any_text_is_refused(text: str) -> None:
 @settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 5), shapes())
 def test_numbers_stand_for_values(ranks: int, mbs: int, shape: Shape) -> None:
-    table = run(derive(build("nested/1f1b", ranks, shape), mbs))
+    table = run(derive(build("nested/1f1b", ranks, shape), mbs, effort=QUICK))
     for row, numbers in zip(table.rows, table.numbered.rows, strict=True):
         for op, number in zip(row, numbers, strict=True):
             assert table.numbered.op(number) == op.value

@@ -16,7 +16,7 @@ from fxpipe.schedule import derive
 from fxpipe.simulate import simulate
 from fxpipe.table import Live, Table, live_units
 from fxpipe.verify import MOVES, ORDER, RULES, verify
-from tests.pure.cuts import Shape, build, shapes
+from tests.pure.cuts import QUICK, Shape, build, shapes
 
 CUT = """\
 ranks 2
@@ -316,14 +316,15 @@ def test_transfers_are_placed_where_ops_take_no_time(
     cut = build("nested/1f1b", ranks, shape)
     kinds = [(stage.name, kind) for stage in cut.stages for kind in stage.kinds]
     seconds = {kind: data.draw(st.sampled_from([0.0, 0.0, 1.0])) for kind in kinds}
-    verify(passes.run(derive(cut, mbs), [partial(passes.communicate, costs=Costs(seconds))]), MOVES)
+    table = derive(cut, mbs, effort=QUICK)
+    verify(passes.run(table, [partial(passes.communicate, costs=Costs(seconds))]), MOVES)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data(), shapes())
 def test_a_damaged_table_is_refused_or_runs(data: st.DataObject, shape: Shape) -> None:
     """Whatever is taken out, doubled or moved: an error of ours, or a table that simulates."""
-    table = passes.run(derive(build("nested/1f1b", 2, shape), 3))
+    table = passes.run(derive(build("nested/1f1b", 2, shape), 3, effort=QUICK))
     rank = data.draw(st.integers(0, 1))
     row = list(table.rows[rank])
     op = row.pop(data.draw(st.integers(0, len(row) - 1)))
