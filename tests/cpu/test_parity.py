@@ -23,19 +23,27 @@ def _one_thread() -> Iterator[None]:
 
 
 WIDE, NARROW = torch.float64, torch.float32
-LARGE = [pytest.param(name, NARROW, marks=pytest.mark.slow) for name in ("llava", "internvl")]
+# Uneven microbatches add variants, so equal ones run first and are traced once.
+RUNS = ((False, 1), (False, 4), (True, 2), (True, 4))  # whether microbatches are uneven, and ranks
+# What tests/dist/test_parity_gloo.py runs in one process too, against eager, is slow here.
+LARGE = {"llava": ((False, 1), (True, 2)), "internvl": ((False, 1), (True, 4))}
+WHOLE = [(name, WIDE, RUNS) for name in LARGE] + [(name, NARROW, RUNS) for name in models.CASES]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, WIDE) for name in models.CASES), ("three", NARROW), *LARGE]
+    ("name", "dtype", "runs"),
+    [
+        ("three", WIDE, RUNS),
+        *((name, WIDE, runs) for name, runs in LARGE.items()),
+        *(pytest.param(*whole, marks=pytest.mark.slow) for whole in WHOLE),
+    ],
 )
-def test_equals_eager(name: str, dtype: torch.dtype) -> None:
+def test_equals_eager(name: str, dtype: torch.dtype, runs: tuple[tuple[bool, int], ...]) -> None:
     case = models.CASES[name]
     model, reference = case.build(dtype), case.build(dtype)
     wide = dtype is torch.float64
     pipe: fxpipe.Pipe | None = None
-    # Uneven microbatches add variants, so equal ones run first and are traced once.
-    for uneven, ranks in ((False, 1), (False, 4), (True, 2), (True, 4)):
+    for uneven, ranks in runs:
         batch = case.batch(uneven, dtype)
         reference.zero_grad()
         loss = models.eager(case, reference, batch)
