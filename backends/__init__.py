@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.backends.base import Backend, LostError, Transport
+from fxpipe.backends.base import Backend, DifferError, LostError, Transport
 from fxpipe.backends.device import Device
 from fxpipe.backends.distributed import Distributed
 from fxpipe.backends.emulated import Emulated
@@ -26,7 +26,16 @@ from fxpipe.device import Device as Speed
 from fxpipe.errors import BackendError
 from fxpipe.torch_internals import forget_world
 
-__all__ = ["NAMES", "Backend", "Device", "Emulated", "LostError", "Transport", "choose"]
+__all__ = [
+    "NAMES",
+    "Backend",
+    "Device",
+    "DifferError",
+    "Emulated",
+    "LostError",
+    "Transport",
+    "choose",
+]
 
 NAMES = ("local", "gloo", "nccl", "hccl", "emulated")
 

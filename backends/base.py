@@ -6,7 +6,8 @@
     wait(handle) -> tensors                 each in memory of its own, contiguous
     reduce(flat, ranks, name) -> flat       summed in the order of the ranks: the same bits anywhere
     agree(data) -> data                     uint8; rank 0's, on every rank
-    alike(number) -> bool                   whether all ranks have the same, of 48 bits
+    pledge(number, more)                    nothing is exchanged before all have told the same
+    settle()                                waits until all have
     expect(sizes) -> handle                 before the first op: get ready for the last exchange
     share(handle, numbers) -> numbers       float64; all ranks', one after the other
     collect(tensors, to) -> tensors         by key; all ranks', on one rank or on all
@@ -32,6 +33,19 @@ T = TypeVar("T")
 
 class LostError(Exception):
     """This rank cannot go on, because another one has stopped."""
+
+
+class DifferError(Exception):
+    """Ranks have pledged different numbers.
+
+    more: what each rank gave beside its own; broken: whether some have posted receives, which the
+    next step would find
+    """
+
+    def __init__(self, more: Sequence[Sequence[int]], broken: bool) -> None:
+        super().__init__("ranks were not called alike")
+        self.more = more
+        self.broken = broken
 
 
 class Transport(Protocol):
@@ -61,8 +75,13 @@ class Transport(Protocol):
         """What rank 0 has; every rank calls it, with as many bytes."""
         ...
 
-    def alike(self, number: int) -> bool:
-        """Whether every rank has the same number; every rank calls it."""
+    def pledge(self, number: int, more: Sequence[int]) -> None:
+        """Begin to compare a number of 48 bits with every rank's, which all call it. Whatever this
+        rank exchanges next waits for the others' and raises DifferError if one has another."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the end of that comparison now, if there is one."""
         ...
 
     def expect(self, sizes: Sequence[int]) -> Any:

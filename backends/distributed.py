@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpipe.backends.base import LostError, Transport
+from fxpipe.backends.base import DifferError, LostError, Transport
 from fxpipe.backends.device import device_of
 from fxpipe.backends.wire import Channel, Wire
 from fxpipe.costs import Costs
@@ -91,6 +91,7 @@ class Distributed:
         """Every rank derives its table for itself, and they must be equal."""
         if any(known is table for known in self._tables):
             return
+        self.run(lambda rank, wire: wire.settle())  # or only some ranks would come here
         store, number = self._whole.get_group_store(), len(self._tables)
         self._tables.append(table)
         digest = hashlib.sha256(str(table).encode()).hexdigest()
@@ -110,6 +111,10 @@ class Distributed:
         try:
             with self._watching():
                 return {self._rank: body(self._rank, self._wire)}
+        except DifferError as differ:
+            if differ.broken:
+                self._break(str(differ))
+            raise
         except LostError as lost:
             raise RankError(self._cause(lost)) from lost
         except BaseException as error:

@@ -103,9 +103,13 @@ class Links:
         """What rank 0 has."""
         return self._inner.agree(data)
 
-    def alike(self, number: int) -> bool:
-        """Whether every rank has the same number."""
-        return self._inner.alike(number)
+    def pledge(self, number: int, more: Sequence[int]) -> None:
+        """Begin to compare a number."""
+        self._inner.pledge(number, more)
+
+    def settle(self) -> None:
+        """Wait for the comparison."""
+        self._inner.settle()
 
     def expect(self, sizes: Sequence[int]) -> Any:
         """Get ready for the last exchange."""

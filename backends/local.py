@@ -209,9 +209,11 @@ class _LocalTransport:
         """All ranks have one process's data."""
         return data
 
-    def alike(self, number: int) -> bool:
-        """All ranks have one process's number."""
-        return True
+    def pledge(self, number: int, more: Sequence[int]) -> None:
+        """All ranks are called by one process."""
+
+    def settle(self) -> None:
+        """There is nothing to compare."""
 
     def expect(self, sizes: Sequence[int]) -> int:
         return len(sizes)

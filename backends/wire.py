@@ -7,13 +7,13 @@ the process groups' own methods, since `isend` and `irecv` check and translate f
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.backends.base import Key, LostError, Spec
+from fxpipe.backends.base import DifferError, Key, LostError, Spec
 
 _ALIGN = 16  # bytes: the largest element
 _LAST = 1  # tag of the last exchange of a step; transfers have 0
@@ -56,9 +56,12 @@ class Wire:
         self._device = device
         self._groups = groups
         self._channels = channels
+        self._pledged: tuple[Any, Tensor, Sequence[int]] | None = None
+        self._posted = False  # whether a receive was posted since the last pledge
 
     def send(self, peer: int, tensors: Sequence[Tensor], name: str) -> Send:
         """Start a send of all tensors as one payload; nothing at all if that is empty."""
+        self.settle()
         payload = _message(tensors[0]) if len(tensors) == 1 else pack(tensors, self._device)
         if not payload.nbytes:
             return None, payload, name
@@ -87,7 +90,7 @@ class Wire:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if not buffer.nbytes:
             return None, buffer, specs, name
-        channel = self._channels[peer, self._rank]
+        channel, self._posted = self._channels[peer, self._rank], True
         try:
             work = channel.group.recv([_message(buffer)], channel.source, 0)
         except RuntimeError as error:
@@ -96,6 +99,7 @@ class Wire:
 
     def wait(self, handle: Receive) -> tuple[Tensor, ...]:
         """Wait for a payload, and take it apart."""
+        self.settle()
         work, buffer, specs, name = handle
         if work is not None:
             try:
@@ -109,6 +113,7 @@ class Wire:
 
         The library's own all-reduce adds in an order of its own, so its bits differ.
         """
+        self.settle()
         group, count = self._groups[ranks], len(ranks)
         width = -(-flat.numel() // count)
         rest = width * count - flat.numel()
@@ -127,6 +132,7 @@ class Wire:
 
     def agree(self, data: Tensor) -> Tensor:
         """What rank 0 has."""
+        self.settle()
         group = max(self._groups.items(), key=lambda item: len(item[0]))[1]
         found = data.to(self._device)
         try:
@@ -135,15 +141,30 @@ class Wire:
             raise LostError(f"rank 0 did not reach every rank ({error})") from error
         return found.cpu()
 
-    def alike(self, number: int) -> bool:
-        """By the greatest and the least that any rank has."""
+    def pledge(self, number: int, more: Sequence[int]) -> None:
+        """By the greatest and the least of any: beside the first ops, but on a device at once."""
         ends = torch.tensor([number, -number], device=self._device)
+        group = self._groups[tuple(range(self._size))]
+        work = dist.all_reduce(ends, dist.ReduceOp.MAX, group, async_op=True)
+        self._pledged, self._posted = (work, ends, more), False
+        if self._device.type != "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Every exchange begins with it."""
+        if self._pledged is None:
+            return
+        (work, ends, more), self._pledged = self._pledged, None
         try:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, self._groups[tuple(range(self._size))])
+            work.wait()
         except RuntimeError as error:
             raise LostError(f"a rank has not begun the step ({error})") from error
         most, least = ends.tolist()
-        return bool(most == -least)
+        if most != -least:
+            mine = torch.tensor([int(self._posted), *more], device=self._device)
+            found = self.collect({(self._rank, 0): mine}, None)
+            told = [found[rank, 0].tolist() for rank in range(self._size)]
+            raise DifferError([own[1:] for own in told], any(own[0] for own in told))
 
     def expect(self, sizes: Sequence[int]) -> Expected:
         """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
@@ -156,6 +177,7 @@ class Wire:
 
     def share(self, handle: Expected, numbers: Tensor) -> Tensor:
         """Collect and hand out; on devices, where a rank must not wait for one peer, gather."""
+        self.settle()
         group = self._groups[tuple(range(len(handle[-1])))]
         try:
             if self._device.type != "cpu":
@@ -192,6 +214,7 @@ class Wire:
 
     def collect(self, tensors: Mapping[Key, Tensor], to: int | None) -> dict[Key, Tensor]:
         """First what there is, then one message from each rank that has anything."""
+        self.settle()
         group = self._groups[tuple(range(self._size))]
         mine = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}
         theirs: list[dict[Key, Spec]] = [{} for _ in range(self._size)]

@@ -6,16 +6,17 @@ number of microbatches, ranks would wait for each other.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.backends import Backend
-from fxpipe.backends.base import exchanged
+from fxpipe.backends.base import DifferError, exchanged
 from fxpipe.copies import Names
-from fxpipe.errors import BatchError
+from fxpipe.errors import BatchError, RankError
 from fxpipe.trees import take_apart
 
 _SAMPLE = 4096  # elements of each tensor of a batch that are compared in a step
@@ -40,44 +41,55 @@ def check_weights(backend: Backend, held: Names, state: Mapping[str, Tensor]) ->
             )
 
 
-def check_call(
+@contextmanager
+def alike(
     backend: Backend, parts: Sequence[Any], purpose: Any, given: Mapping[str, Any]
-) -> None:
-    """Raises BatchError, on every rank, if ranks were called with different batches, for different
-    purposes, or with other arguments. Where all is alike, it takes one exchange of two numbers."""
+) -> Iterator[None]:
+    """What every rank does in here, it does only if all were called with the same batch, purpose
+    and arguments. Raises BatchError otherwise, on every rank.
+
+    The ranks compare one number, beside what they do until they exchange something.
+    """
     digests = [_digest(purpose), *map(_digest, given.values()), *map(_digest, parts)]
     whole = _short(repr(digests).encode())
-    if all(backend.run(lambda rank, transport: transport.alike(whole)).values()):
-        return
-    found = exchanged(backend, digests)
+    backend.run(lambda rank, transport: transport.pledge(whole, digests))
+    try:
+        try:
+            yield
+        except Exception as error:  # of this rank alone, if its batch is another
+            with suppress(RankError):
+                backend.run(lambda rank, transport: transport.settle())
+            raise error
+    except DifferError as differ:
+        end = ". Compile again to go on" if differ.broken else ""
+        raise BatchError(_difference(differ.more, list(given)) + end) from differ
+
+
+def _difference(found: Sequence[Sequence[int]], given: Sequence[str]) -> str:
+    """How the calls of ranks differ, by the digests of all that they were called with."""
     first, skip = found[0], 1 + len(given)
-    for rank, theirs in enumerate(found):
-        if theirs[0] != first[0]:
-            raise BatchError(
-                f"rank {rank} does not do what rank 0 does: every rank of a pipeline calls step, "
-                "or evaluate for the same outputs, with the model in the same mode, train or eval"
+    rank, theirs = next((r, own) for r, own in enumerate(found) if own != first)
+    if theirs[0] != first[0]:
+        return (
+            f"rank {rank} does not do what rank 0 does: every rank of a pipeline calls step, or "
+            "evaluate for the same outputs, with the model in the same mode, train or eval"
+        )
+    for name, own, others in zip(given, theirs[1:skip], first[1:skip], strict=True):
+        if own != others:
+            return (
+                f"rank {rank} was called with another {name}= than rank 0; every rank of a "
+                "pipeline makes the same call"
             )
-        for name, own, others in zip(given, theirs[1:skip], first[1:skip], strict=True):
-            if own != others:
-                raise BatchError(
-                    f"rank {rank} was called with another {name}= than rank 0; every rank of a "
-                    "pipeline makes the same call"
-                )
-        _check_batches(rank, theirs[skip:], first[skip:])
-
-
-def _check_batches(rank: int, theirs: Sequence[int], first: Sequence[int]) -> None:
     if len(theirs) != len(first):
-        raise BatchError(
-            f"rank {rank} was given {len(theirs)} microbatches and rank 0 {len(first)}; "
-            "every rank of a pipeline takes the same batch"
+        return (
+            f"rank {rank} was given {len(theirs) - skip} microbatches and rank 0 "
+            f"{len(first) - skip}; every rank of a pipeline takes the same batch"
         )
-    at = next((i for i, d in enumerate(theirs) if d != first[i]), None)
-    if at is not None:
-        raise BatchError(
-            f"microbatch {at} on rank {rank} is not that on rank 0; every rank of a pipeline "
-            "takes the same batch: a sampler must give its ranks the same samples"
-        )
+    at = next(i for i, digest in enumerate(theirs) if digest != first[i]) - skip
+    return (
+        f"microbatch {at} on rank {rank} is not that on rank 0; every rank of a pipeline takes the "
+        "same batch: a sampler must give its ranks the same samples"
+    )
 
 
 def fingerprint(tensor: Tensor) -> int:

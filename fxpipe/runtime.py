@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.accumulation import Grads
-from fxpipe.backends import Backend, LostError, Transport
+from fxpipe.backends import Backend, DifferError, LostError, Transport
 from fxpipe.bind import Bound
 from fxpipe.changes import Changes
 from fxpipe.cut import Kind
@@ -193,6 +193,8 @@ def _explained(running: Rank, rank: int, order: tuple[int, ...]) -> Iterator[Non
     """Errors say which op of the rank they come from."""
     try:
         yield
+    except DifferError:
+        raise
     except LostError as lost:
         raise LostError(f"rank {rank}, {running.now}: {lost}") from lost
     except Exception as error:

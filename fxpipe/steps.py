@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.agreement import check_call, check_weights
+from fxpipe.agreement import alike, check_weights
 from fxpipe.backends import Backend
 from fxpipe.bind import Bound, Fit
 from fxpipe.costs import Costs
@@ -123,12 +123,23 @@ class Steps:
     ) -> tuple[Step, list[Bound], Tensor]:
         """Run microbatches: what it gives, what ran, and the weights. No gradient and no buffer is
         written."""
+        if not self._apart:
+            return self._advance(parts, weights, order, to, seeds)
+        given: dict[str, Any] = {"weights": weights, "order": order, "to": to, "seeds": seeds}
+        with alike(self._backend, parts, self._variants.purpose, given):
+            return self._advance(parts, **given)
+
+    def _advance(
+        self,
+        parts: Sequence[Microbatch],
+        weights: Sequence[float] | Tensor | None,
+        order: Sequence[int] | None,
+        to: int | None,
+        seeds: Sequence[int] | None,
+    ) -> tuple[Step, list[Bound], Tensor]:
         emulated = self._backend.costs is not None
         if not emulated:
             _refuse_meta(self._variants.device)
-        if self._apart:
-            given = {"weights": weights, "order": order, "seeds": seeds, "to": to}
-            check_call(self._backend, parts, self._variants.purpose, given)
         self._variants.follow_mode()
         fits = self._variants.fit_all(parts, [f"microbatch {i}" for i in range(len(parts))])
         self._variants.refresh()
