@@ -8,7 +8,9 @@ number of microbatches, ranks would wait for each other.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ def alike(
     The ranks compare one number, beside what they do until they exchange something.
     """
     digests = [_digest(purpose), *map(_digest, given.values()), *map(_digest, parts)]
-    whole = _short(repr(digests).encode())
+    number = hashlib.blake2b(repr(digests).encode(), digest_size=6).digest()  # of 48 bits
+    whole = int.from_bytes(number)
     backend.run(lambda rank, transport: transport.pledge(whole, digests))
     try:
         try:
@@ -104,30 +107,33 @@ def fingerprint(tensor: Tensor) -> int:
 
 def _digest(value: Any) -> int:
     """A number that is the same in every process for the same value, in any order of its keys."""
-    leaves, tree = take_apart(value)
-    parts = sorted(zip(tree.paths(), map(_content, leaves), strict=True))
-    return _short(b"".join(path.encode() + content for path, content in parts))
+    if isinstance(value, dict) and all(isinstance(leaf, Tensor) for leaf in value.values()):
+        pairs = sorted(value.items(), key=itemgetter(0))  # as below, in less time
+    else:
+        leaves, tree = take_apart(value)
+        pairs = sorted(zip(tree.paths(), leaves, strict=True), key=itemgetter(0))
+    digest = 0
+    for name, leaf in pairs:
+        for content in (str(name).encode(), *_contents(leaf)):
+            digest = crc32(content, digest)
+    return digest
 
 
-def _short(content: bytes) -> int:
-    """48 bits, which a float64 holds."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
-
-
-def _content(leaf: object) -> bytes:
+def _contents(leaf: object) -> tuple[Any, ...]:
     """What a leaf is, in bytes that are the same in every process."""
     if isinstance(leaf, Tensor):
-        return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + _sample(leaf)
+        return f"{tuple(leaf.shape)} {leaf.dtype}".encode(), _sample(leaf)
     plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
-    return (repr(leaf) if plain else type(leaf).__qualname__).encode()
+    return ((repr(leaf) if plain else type(leaf).__qualname__).encode(),)
 
 
-def _sample(tensor: Tensor) -> bytes:
-    """Up to so many elements, from all over the tensor, in their order: a batch of other samples,
-    or of the same ones in another order, differs in nearly all. (`fingerprint` would take as long
-    as the batch is large, in every step, and does not see an order.)"""
+def _sample(tensor: Tensor) -> Any:
+    """Bytes of up to so many elements, from all over the tensor, in their order: a batch of other
+    samples, or of the same ones in another order, differs in nearly all. (`fingerprint` would take
+    as long as the batch is large, in every step, and does not see an order.)"""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return b""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    few = flat[:: -(-len(flat) // _SAMPLE) or 1].contiguous()
-    return few.view(torch.uint8).cpu().numpy().tobytes()
+    step = -(-len(flat) // _SAMPLE)
+    few = flat if step <= 1 else flat[::step]
+    return few.contiguous().view(torch.uint8).cpu().numpy()
