@@ -4,10 +4,12 @@
 """
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.fuzz.draw import specs
-from tests.fuzz.judge import INVALID, REFUSED, RIGHT, judge
+from tests.fuzz.judge import INVALID, REFUSED, RIGHT, SEED, is_chaotic, judge, loss_of
+from tests.fuzz.model import batch, build
 from tests.fuzz.spec import Encoder, Generator, Run, Spec, smaller
 
 pytestmark = pytest.mark.slow
@@ -31,6 +33,19 @@ def test_random_models(spec: Spec) -> None:
 def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.judge._sum", lambda grads, weights: dict(grads[0]))
     assert judge(Spec(microbatches=Spec().microbatches * 2)).about.startswith("gradient of")
+
+
+def test_a_model_that_a_last_bit_changes_is_not_judged() -> None:
+    twice = (("largest", "no_grad"),) * 4
+    generators = (
+        Generator(blocks=(("padded", "write_masked"),) * 2, condition="detached"),
+        Generator(blocks=(("bilinear", "no_grad"),) * 2, condition="mean"),
+    )
+    wild = Spec(blocks=twice, generators=generators, losses=("squares",), combine="product")
+    for spec, chaotic in ((wild, True), (Spec(), False)):
+        torch.manual_seed(SEED)
+        losses = [loss_of(build(spec)(**mb)).detach() for mb in batch(spec)]
+        assert is_chaotic(spec, losses) == chaotic
 
 
 def test_smaller_ends_at_the_default() -> None:
