@@ -76,7 +76,7 @@ class Transport(Protocol):
         ...
 
     def pledge(self, number: int, more: Sequence[int]) -> None:
-        """Begin to compare a number of 48 bits with every rank's, which all call it. Whatever this
+        """Begin to compare a number of 31 bits with every rank's, which all call it. Whatever this
         rank exchanges next waits for the others' and raises DifferError if one has another."""
         ...
 

@@ -143,7 +143,7 @@ class Wire:
 
     def pledge(self, number: int, more: Sequence[int]) -> None:
         """By the greatest and the least of any: beside the first ops, but on a device at once."""
-        ends = torch.tensor([number, -number], device=self._device)
+        ends = torch.tensor([number, -number], dtype=torch.int32, device=self._device)
         group = self._groups[tuple(range(self._size))]
         work = dist.all_reduce(ends, dist.ReduceOp.MAX, group, async_op=True)
         self._pledged, self._posted = (work, ends, more), False
