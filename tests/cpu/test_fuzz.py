@@ -5,26 +5,18 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.draw import specs
+from tests.fuzz.draw import drawn
 from tests.fuzz.judge import INVALID, REFUSED, RIGHT, SEED, is_chaotic, judge, loss_of
 from tests.fuzz.model import batch, build
 from tests.fuzz.spec import Encoder, Generator, Run, Spec, smaller
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.cpu
 
 
-@settings(
-    max_examples=9,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
-@given(specs(small=True))
-def test_random_models(spec: Spec) -> None:
+@pytest.mark.parametrize("number", range(24))
+def test_random_models(number: int) -> None:
+    spec = drawn(number, small=True)
     verdict = judge(spec)
     assert verdict.kind in (RIGHT, REFUSED, INVALID), (verdict.text, spec)
     assert verdict.kind != REFUSED or len(verdict.text) > 60

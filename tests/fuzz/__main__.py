@@ -12,34 +12,13 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz import spec as specs_module
-from tests.fuzz.draw import specs
+from tests.fuzz.draw import drawn
 from tests.fuzz.judge import CRASH, HANG, INVALID, RIGHT, WRONG, Verdict, judge
 from tests.fuzz.spec import Spec, smaller
 
 BAD = (WRONG, CRASH, HANG)
-
-
-def drawn(number: int) -> Spec:
-    """The random spec of a number. Of two examples the first is always the simplest there is."""
-    found: list[Spec] = []
-
-    @seed(number)
-    @settings(
-        max_examples=2,
-        database=None,
-        phases=[Phase.generate],
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(specs())
-    def note(spec: Spec) -> None:
-        found.append(spec)
-
-    note()
-    return found[-1]
 
 
 def smallest(spec: Spec, verdict: Verdict) -> Spec:

@@ -1,5 +1,6 @@
 """Random specs, as strategies of hypothesis: what comes first of each choice is the simplest."""
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from fxpipe.schedule import AUTO, PLACEMENTS, Schedule
@@ -108,3 +109,23 @@ def specs(draw: st.DrawFn, small: bool = False) -> Spec:
 
 
 LOSSES = ["ce", "squares", "counted", "ignore"]
+
+
+def drawn(number: int, small: bool = False) -> Spec:
+    """The random spec of a number. Of two examples the first is always the simplest there is."""
+    found: list[Spec] = []
+
+    @seed(number)
+    @settings(
+        max_examples=2,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(specs(small))
+    def note(spec: Spec) -> None:
+        found.append(spec)
+
+    note()
+    return found[-1]
