@@ -8,6 +8,7 @@ without its work and without its generators.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -24,7 +25,7 @@ from fxpipe.opaque import Prefix, kind_of_call, taken_apart
 from fxpipe.packed import memory_order
 from fxpipe.prefix import run_until
 from fxpipe.python_chance import PYTHON, python_left_alone
-from fxpipe.state import named_state
+from fxpipe.state import stand_ins
 from fxpipe.torch_internals import hooks_at_rest
 from fxpipe.torch_modes import DATA_ERRORS, fake_like, new_fake_mode
 from fxpipe.undone import plain_attributes, put_back
@@ -107,8 +108,7 @@ def with_own(
 
 def _without_floats(prefix: Prefix, leaves: Sequence[Tensor]) -> Dry:
     mode = new_fake_mode()
-    tensors = named_state(prefix.model, ties=False)
-    state = {name: fake_like(mode, tensor) for name, tensor in tensors}
+    state = stand_ins(prefix.model, partial(fake_like, mode))
     fakes = [fake_like(mode, leaf) for leaf in leaves]
     real = {number: leaf for number, leaf in enumerate(leaves) if not differentiable(leaf)}
     concrete, drawing = Concrete(fakes, real, state.values()), _Drawing()

@@ -89,7 +89,7 @@ def run_until(
 ) -> Reached:
     """The arguments of the first call of a module. The model sees that it is exported, as it does
     in the trace of what follows, and a reentrant checkpoint, whose backward pays for all, is a call
-    of its function. state: by name, other tensors for parameters and buffers."""
+    of its function. state: `stand_ins` for parameters and buffers."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flags = any(isinstance(value, bool) for _, value in choices.found)
@@ -101,7 +101,7 @@ def run_until(
     )
     try:
         with as_exported(), checkpoints_as_calls(), choices:
-            torch.func.functional_call(model, dict(state or {}), args, kwargs)
+            torch.func.functional_call(model, dict(state or {}), args, kwargs, tie_weights=False)
     except _ReachedError as reached:
         return reached.found
     finally:

@@ -8,6 +8,7 @@ and takes a tenth of the time, as no size is a symbol.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from fxpipe.errors import ReadError, RememberedError
 from fxpipe.faithful import nothing_put_away
 from fxpipe.readings import LeakError
 from fxpipe.remembered import INSTEAD, Places, Scouted, check_forgetful, differing, may_differ
-from fxpipe.state import named_state
+from fxpipe.state import stand_ins
 from fxpipe.torch_internals import DataDependentError, quiet_failure
 from fxpipe.torch_modes import export_mode, fake_like, run_as_exported
 from fxpipe.undone import undone
@@ -59,13 +60,13 @@ def unscouted(model: nn.Module, failure: Exception | None) -> Iterator[None]:
 def _run(whole: nn.Module, tensors: Sequence[Tensor], check: Callable[[Scouted], T]) -> T:
     """What a check says of a module around a `model`, which is as before afterwards."""
     model, mode = whole.get_submodule("model"), export_mode()
-    state = {name: fake_like(mode, tensor) for name, tensor in named_state(whole)}
+    state = stand_ins(whole, partial(fake_like, mode))
     with quiet_failure(), undone(model), nothing_put_away(model), run_as_exported(mode):
         return check(
             Scouted(
                 model,
                 state,
                 lambda: tuple(fake_like(mode, tensor) for tensor in tensors),
-                lambda fakes: torch.func.functional_call(whole, state, fakes),
+                lambda fakes: torch.func.functional_call(whole, state, fakes, tie_weights=False),
             )
         )

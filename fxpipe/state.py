@@ -1,6 +1,6 @@
 """The tensors of a model by the model's own names."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,25 @@ def named_state(model: nn.Module, *, ties: bool = True) -> Iterator[tuple[str, T
     """Every parameter, then every buffer; one that is tied under all of its names, or one."""
     yield from model.named_parameters(remove_duplicate=not ties)
     yield from model.named_buffers(remove_duplicate=not ties)
+
+
+def stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What stands for the tensors of a model in `functional_call(..., tie_weights=False)`, one for
+    each tensor. Each place that holds one has one name here, though its module may have several:
+    in a place that torch meets twice it would leave the stand-in behind."""
+    found: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            if id(table) not in seen:  # copies of a module may share it
+                seen.add(id(table))
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        if id(tensor) not in made:
+                            made[id(tensor)] = make(tensor)
+                        found[f"{prefix}.{key}".lstrip(".")] = made[id(tensor)]
+    return found
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import ReadError
 
@@ -70,3 +71,46 @@ def test_no_trace_where_none_can_be(exports: list[int]) -> None:
     with pytest.raises(ReadError, match=r"module \(the model itself\).*reading a value"):
         capture(Reads(), example(torch.tensor(1.0)))
     assert not exports
+
+
+class Twice(nn.Module):
+    """A block under two names, one weight in two modules, and code that numbers decide in front."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        block, other = nn.GRU(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True)
+        other.bias_ih_l0 = block.bias_ih_l0
+        self.blocks = nn.ModuleList([block, other, block, nn.Linear(4, 4)])
+        self.encoders = nn.ModuleList([self.encoder, self.encoder])
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        for encoder in self.encoders:
+            x = encoder(x).tanh()
+        if self.reads:
+            x = x * 2 if bool(x.sum() > 1e3) else x
+        for block in self.blocks:
+            made = block(x)
+            x = x + (made[0] if isinstance(made, tuple) else made)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_modules_with_two_names_and_tied_weights_stay_what_they_are(reads: bool) -> None:
+    torch.manual_seed(0)
+    model = Twice(reads).double()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    mbs = [{"x": torch.randn(n, 3, 4).double()} for n in (2, 3)]
+    pipe = fxpipe.compile(model, mbs[0], schedule="nested/1f1b", ranks=2, backend="local")
+    losses = pipe.step(mbs).losses
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for mb, loss in zip(mbs, losses, strict=True):
+        expected = model(**mb)
+        (expected / 2).backward()
+        assert torch.allclose(loss, expected, rtol=1e-12)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is p for name, p in before.items())
+    for name, p in model.named_parameters():
+        assert torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12), name
