@@ -170,7 +170,7 @@ class Wire:
         """On CPUs the last rank collects: in a pipeline it starts late, and has time to post."""
         if self._device.type != "cpu" or self._rank != len(sizes) - 1:
             return [], [], sizes
-        group = self._groups[tuple(range(len(sizes)))]
+        group, self._posted = self._groups[tuple(range(len(sizes)))], True
         parts = [torch.empty(size, dtype=torch.float64) for size in sizes[:-1]]
         works = [group.recv([part], rank, _LAST) for rank, part in enumerate(parts)]
         return works, parts, sizes

@@ -1,6 +1,6 @@
 """The tensors of a model by the model's own names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,19 @@ def stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[str, T
     """What stands for the tensors of a model in `functional_call(..., tie_weights=False)`, one for
     each tensor. Each place that holds one has one name here, though its module may have several:
     in a place that torch meets twice it would leave the stand-in behind."""
-    found: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    tables: dict[int, tuple[str, Mapping[str, Tensor | None]]] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
-            if id(table) not in seen:  # copies of a module may share it
-                seen.add(id(table))
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        if id(tensor) not in made:
-                            made[id(tensor)] = make(tensor)
-                        found[f"{prefix}.{key}".lstrip(".")] = made[id(tensor)]
+            tables.setdefault(id(table), (prefix, table))  # copies of a module may share it
+    made: dict[Tensor, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for prefix, table in tables.values():
+        for key, tensor in table.items():
+            if tensor is None:
+                continue
+            if tensor not in made:
+                made[tensor] = make(tensor)
+            found[f"{prefix}.{key}".lstrip(".")] = made[tensor]
     return found
 
 
