@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.bind import Bound, Spec
-from fxpipe.cut import Kind
 from fxpipe.errors import BatchError, ScheduleError
 from fxpipe.table import Op, Table
 
@@ -112,7 +111,7 @@ class Changes:
     def _sent(self, rank: int) -> Iterator[tuple[str, Bound, str, Spec]]:
         """(stage, microbatch, stat, shape and dtype) of all that a rank sends, in its order."""
         for op in self._table.rows[rank] if self._any else ():
-            if op.kind is Kind.F and not op.way:
+            if op.is_forward:
                 mb = self._batch[op.mb or 0]
                 for name, spec in mb.stats(op.stage):
                     if self._is_read(mb, name):
@@ -141,7 +140,7 @@ class Changes:
         return [(s, name) for name, stat in carried.items() for s in made if stat in made[s]]
 
     def _forwards(self, row: Sequence[Op]) -> list[Bound]:
-        return [self._batch[op.mb or 0] for op in row if op.kind is Kind.F and not op.way]
+        return [self._batch[op.mb or 0] for op in row if op.is_forward]
 
     def _check_variants(self) -> None:
         """A buffer that one microbatch changes must not be read as a constant by another one."""

@@ -90,7 +90,7 @@ def encoder_work(table: Table, costs: Costs, *, head: bool = False) -> tuple[flo
     backbone = {stage.name for stage in table.cut.of(Role.BACKBONE)}
     work = []
     for row in table.rows:
-        forwards = [op for op in row if op.kind is Kind.F and not op.way]
+        forwards = [op for op in row if op.is_forward]
         if head:
             first = next((at for at, op in enumerate(forwards) if op.stage in backbone), None)
             forwards = forwards[:first]

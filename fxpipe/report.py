@@ -12,7 +12,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fxpipe.cut import Kind
 from fxpipe.meter import Meter
 from fxpipe.passes.reorder import reorder
 from fxpipe.table import Op, Table
@@ -31,7 +30,7 @@ class Report:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        forwards = [tuple(filter(_is_forward, row)) for row in table.rows]
+        forwards = [tuple(op for op in row if op.is_forward) for row in table.rows]
         self.sizes = [
             len(own) + 2 * len(row) + 3 * len(table.cut.stages)
             for own, row in zip(forwards, table.rows, strict=True)
@@ -96,10 +95,6 @@ class Report:
             peaks.extend(_peaks(table, rank, ends))
         spans.extend(_spans(times))
         return Timeline(table.cut, tuple(spans), tuple(peaks))
-
-
-def _is_forward(op: Op) -> bool:
-    return op.kind is Kind.F and not op.way
 
 
 def _spans(times: Mapping[tuple[int, Op], tuple[float, float]]) -> Iterator[Span]:

@@ -35,6 +35,11 @@ class Op(NamedTuple):
     peer: int | None = None
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it computes a forward, and does not move one."""
+        return self.kind is Kind.F and not self.way
+
+    @property
     def value(self) -> "Op":
         """The op that makes what this one moves; itself when it moves nothing."""
         return Op(self.stage, self.kind, self.mb) if self.way else self
